@@ -1,0 +1,1 @@
+"""Adapters on disk, in PEFT's form."""

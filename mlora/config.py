@@ -1,0 +1,399 @@
+"""The configuration of a run: YAML with Hugging Face's and PEFT's names, checked key by key.
+
+Every value is validated when it is read; an error names the key, its place in the file and what to write instead.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import math
+import re
+import types
+import typing
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+
+from mlora.types import UserError
+
+LINEAR_MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+_HEAD_MODULES = ("embed_tokens", "lm_head", "wte", "embed_in", "embed_out")
+_INITS = (True, False, "gaussian", "orthogonal")
+
+# Keys of PEFT that the engine knows and does not do: the value that changes nothing, and why any other is refused.
+_REFUSED: dict[str, tuple[tuple[object, ...], str]] = {
+    "use_dora": ((False, None), "DoRA normalises the merged weight, which a shared frozen product cannot do"),
+    "use_qalora": ((False, None), "QALoRA pools the input of each adapter, which a shared product cannot do"),
+    "bias": (("none", None), "biases belong to the frozen model that all adapters share"),
+    "modules_to_save": ((None, []), "full copies of modules would not be shared between adapters"),
+    "trainable_token_indices": ((None, []), "the embedding is frozen and shared"),
+    "layer_replication": ((None, []), "the frozen model is shared as it stands"),
+    "rank_pattern": ((None, {}), "one rank per adapter; give the modules to two adapters instead"),
+    "alpha_pattern": ((None, {}), "one lora_alpha per adapter"),
+    "target_parameters": ((None, []), "only linear modules carry adapters"),
+    "fan_in_fan_out": ((False, None), "Llama-family models have no Conv1D layers"),
+    "lora_bias": ((False, None), "PEFT cannot merge it and vLLM refuses it"),
+    "loftq_config": ((None, {}), "LoftQ changes the frozen weights"),
+    "task_type": (("CAUSAL_LM", None), "only causal language models are trained"),
+    "peft_type": (("LORA", None), "only LoRA adapters are trained"),
+}
+_REFUSED_INITS = {
+    "pissa": "PiSSA moves part of the frozen weight into the adapter",
+    "olora": "OLoRA moves part of the frozen weight into the adapter",
+    "corda": "CorDA moves part of the frozen weight into the adapter",
+    "eva": "EVA needs a pass over the data before training",
+    "loftq": "LoftQ changes the frozen weights",
+    "lora_ga": "LoRA-GA moves part of the frozen weight into the adapter",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class DatasetConfig:
+    """Where an adapter's rows are and how they become text."""
+
+    path: Path
+    format: Literal[
+        "auto", "text", "prompt_completion", "question_answer", "alpaca", "dolly", "messages", "sharegpt"
+    ] = "auto"
+    columns: Mapping[str, str] = field(default_factory=dict)  # our column -> the file's column
+    chat_template: str | None = None  # a file, or "none" for the plain format; default: the tokenizer's own
+    train_on: Literal["completions", "all"] = "completions"
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdapterConfig:
+    """One LoRA: its data and all its hyper-parameters. Names and meaning are PEFT's and Hugging Face's."""
+
+    name: str
+    dataset: DatasetConfig
+    r: int = 16
+    lora_alpha: float = 32
+    lora_dropout: float = 0.0
+    target_modules: str | tuple[str, ...] = "all-linear"
+    exclude_modules: str | tuple[str, ...] | None = None
+    layers_to_transform: int | tuple[int, ...] | None = None
+    use_rslora: bool = False
+    init_lora_weights: bool | str = True
+    learning_rate: float = 2e-4
+    lr_scheduler_type: Literal["constant", "constant_with_warmup", "linear", "cosine"] = "cosine"
+    warmup_steps: float = 0.03  # below 1: a share of all steps, as in transformers 5
+    num_train_epochs: float = 3
+    max_steps: int = -1  # above 0: this many steps, whatever num_train_epochs says
+    per_device_train_batch_size: int = 8
+    gradient_accumulation_steps: int = 1
+    max_grad_norm: float = 1.0  # 0 switches clipping off
+    optim: Literal["adamw_torch", "sgd"] = "adamw_torch"
+    weight_decay: float = 0.0
+    adam_beta1: float = 0.9
+    adam_beta2: float = 0.999
+    adam_epsilon: float = 1e-8
+    seed: int = 42
+    max_length: int = 1024
+    logging_steps: int = 1
+    max_nonfinite_steps: int = 3  # this many skipped steps in a row end the adapter as failed
+
+    @property
+    def rows_per_step(self) -> int:
+        return self.per_device_train_batch_size * self.gradient_accumulation_steps
+
+    @property
+    def scaling(self) -> float:
+        return self.lora_alpha / (math.sqrt(self.r) if self.use_rslora else self.r)
+
+    def __post_init__(self) -> None:
+        place = f"adapters[{self.name}]"
+        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", self.name):
+            raise UserError(f"{place}.name: {self.name!r} is also a folder's name: use letters, digits, '.', '_', '-'")
+        for key, low, high in _RANGES:
+            value = getattr(self, key)
+            if not (low <= value <= high):
+                raise UserError(f"{place}.{key}: {value} is outside {low} … {high}")
+        if self.lora_alpha == 0:
+            raise UserError(f"{place}.lora_alpha: 0 would make the adapter do nothing; write a positive number")
+        if self.max_steps == 0:
+            raise UserError(f"{place}.max_steps: 0 trains nothing; write -1 to count in num_train_epochs instead")
+        _check_init(self.init_lora_weights, place)
+        _check_targets(self, place)
+
+
+_RANGES: tuple[tuple[str, float, float], ...] = (
+    ("r", 1, 4096),
+    ("lora_alpha", 0, math.inf),
+    ("lora_dropout", 0.0, 0.99),
+    ("learning_rate", 0.0, math.inf),
+    ("warmup_steps", 0, math.inf),
+    ("num_train_epochs", 1e-9, 1e9),
+    ("max_steps", -1, 1e12),
+    ("per_device_train_batch_size", 1, 1e9),
+    ("gradient_accumulation_steps", 1, 1e9),
+    ("max_grad_norm", 0.0, math.inf),
+    ("weight_decay", 0.0, 1e9),
+    ("adam_beta1", 0.0, 0.999999999),
+    ("adam_beta2", 0.0, 0.999999999),
+    ("adam_epsilon", 0.0, 1.0),
+    ("seed", 0, 2**63 - 1),
+    ("max_length", 2, 1e9),
+    ("logging_steps", 1, 1e12),
+    ("max_nonfinite_steps", 1, 1e9),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """A whole run: one frozen model and the adapters trained on it."""
+
+    base_model: str
+    adapters: tuple[AdapterConfig, ...]
+    output_dir: Path = Path("runs/default")
+    dtype: Literal["auto", "float32", "bfloat16", "float16", "float64"] = "auto"  # of the frozen model
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    microbatch_tokens: int = 2048  # the most rows of one microbatch; a longer sample goes alone
+    max_active: int = 64  # adapters trained at once; the others wait
+    recompute: bool = False  # recompute each layer's activations in backward: slower, far less memory
+
+    def __post_init__(self) -> None:
+        if not self.adapters:
+            raise UserError("adapters: the list is empty; give at least one adapter with a name and a dataset")
+        for key in ("microbatch_tokens", "max_active"):
+            if getattr(self, key) < 1:
+                raise UserError(f"{key}: {getattr(self, key)} is not a positive number")
+        names = [adapter.name for adapter in self.adapters]
+        for name in names:
+            if [other.lower() for other in names].count(name.lower()) > 1:
+                raise UserError(f"adapters: two adapters are called {name!r}; their folders would be the same")
+
+
+def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
+    """Read a YAML file. ``overrides`` are ``a.b=c`` strings, applied before checking; ``adapters.NAME.key`` works too.
+
+    Raises UserError naming file and place. Relative paths count from the file's folder.
+    """
+    path = Path(path)
+    try:
+        tree = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read: {error.strerror}") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise UserError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from None
+    if not isinstance(tree, dict):
+        raise UserError(f"{path}: expected keys such as base_model and adapters, found {_kind(tree)}")
+    for override in overrides:
+        _override(tree, override)
+    return parse_config(tree, base=path.parent)
+
+
+def parse_config(tree: Mapping[str, Any], base: str | Path = ".") -> RunConfig:
+    """Build a RunConfig from plain data. ``base`` is the folder that relative paths count from."""
+    base = Path(base)
+    tree = dict(tree)
+    defaults = tree.pop("defaults", None) or {}
+    if not isinstance(defaults, Mapping):
+        raise UserError(f"defaults: expected a block of adapter keys, found {_kind(defaults)}")
+    for key in ("name", "dataset"):
+        if key in defaults:
+            raise UserError(f"defaults.{key}: every adapter has its own {key}")
+    entries = tree.pop("adapters", None)
+    if not isinstance(entries, list):
+        raise UserError(f"adapters: expected a list of adapters, found {_kind(entries)}")
+    if "base_model" not in tree:
+        raise UserError("base_model: missing; write a local folder or a hub id such as HuggingFaceTB/SmolLM2-135M")
+    adapters = tuple(_adapter(entry, defaults, i, base) for i, entry in enumerate(entries))
+    _known(RunConfig, tree, "", also=("defaults", "adapters"))
+    values = {key: _convert(RunConfig, key, value, key) for key, value in tree.items()}
+    values["output_dir"] = base / values.get("output_dir", RunConfig.output_dir)
+    if (base / values["base_model"]).is_dir():
+        values["base_model"] = str(base / values["base_model"])
+    return RunConfig(adapters=adapters, **values)
+
+
+def _adapter(entry: object, defaults: Mapping[str, Any], index: int, base: Path) -> AdapterConfig:
+    place = f"adapters[{index}]"
+    if not isinstance(entry, Mapping):
+        raise UserError(f"{place}: expected a block with name and dataset, found {_kind(entry)}")
+    for key in ("name", "dataset"):
+        if entry.get(key) is None:
+            raise UserError(f"{place}.{key}: missing")
+    place = f"adapters[{entry['name']}]"
+    values = {}
+    for source, where in ((defaults, "defaults"), (entry, place)):
+        plain = _drop_refused(source, where)
+        _known(AdapterConfig, plain, where)
+        for key, value in plain.items():
+            if key != "dataset":
+                values[key] = _convert(AdapterConfig, key, value, f"{where}.{key}")
+    values["dataset"] = _dataset(entry["dataset"], f"{place}.dataset", base)
+    return AdapterConfig(**values)
+
+
+def _dataset(entry: object, place: str, base: Path) -> DatasetConfig:
+    tree = {"path": entry} if isinstance(entry, str) else entry
+    if not isinstance(tree, Mapping) or "path" not in tree:
+        raise UserError(f"{place}: expected a file's path or a block with path, found {_kind(entry)}")
+    _known(DatasetConfig, tree, place)
+    values = {key: _convert(DatasetConfig, key, value, f"{place}.{key}") for key, value in tree.items()}
+    values["path"] = base / values["path"]
+    if values.get("chat_template") not in (None, "none"):
+        values["chat_template"] = str(base / values["chat_template"])
+    return DatasetConfig(**values)
+
+
+def _known(cls: type, tree: Mapping[Any, Any], place: str, also: tuple[str, ...] = ()) -> None:
+    names = [f.name for f in dataclasses.fields(cls)] + list(also)
+    for key in tree:
+        if key in names:
+            continue
+        near = difflib.get_close_matches(str(key), names, n=1, cutoff=0.5)
+        hint = f"did you mean {near[0]!r}?" if near else f"known keys: {', '.join(sorted(names))}"
+        raise UserError(f"{place + '.' if place else ''}{key}: unknown key; {hint}")
+
+
+def _drop_refused(tree: Mapping[str, Any], place: str) -> dict[str, Any]:
+    """The tree without PEFT keys that change nothing. Raises where one asks for what the engine does not do."""
+    rest = {}
+    for key, value in tree.items():
+        if key not in _REFUSED:
+            rest[key] = value
+        elif value not in _REFUSED[key][0]:
+            raise UserError(f"{place}.{key}: {value!r} is not supported: {_REFUSED[key][1]}; leave it out")
+    return rest
+
+
+def _check_init(value: object, place: str) -> None:
+    name = str(value).lower()
+    for refused, reason in _REFUSED_INITS.items():
+        if name.startswith(refused):
+            raise UserError(f"{place}.init_lora_weights: {value!r} is not supported: {reason}; write true")
+    if value not in _INITS:
+        raise UserError(f"{place}.init_lora_weights: {value!r} is not one of true, false, gaussian, orthogonal")
+
+
+def _check_targets(adapter: AdapterConfig, place: str) -> None:
+    targets = adapter.target_modules
+    for target in (targets,) if isinstance(targets, str) else targets:
+        if target.split(".")[-1] in _HEAD_MODULES:
+            raise UserError(
+                f"{place}.target_modules: {target!r} is not supported: embedding and head are frozen and shared by all "
+                f"adapters (and tied to each other in many models); choose from {', '.join(LINEAR_MODULES)}"
+            )
+    if not targets:
+        raise UserError(f"{place}.target_modules: empty; write all-linear or some of {', '.join(LINEAR_MODULES)}")
+    if isinstance(targets, str) and targets != "all-linear" and adapter.layers_to_transform is not None:
+        raise UserError(f"{place}.layers_to_transform: works with a list of target_modules only, as in PEFT")
+
+
+def _convert(cls: type, key: str, value: object, place: str) -> Any:
+    """``value`` as the type that the field's annotation asks for."""
+    annotation = typing.get_type_hints(cls)[key]
+    options = _options(annotation)
+    for option in options:
+        converted = _as(option, value)
+        if converted is not _NO:
+            return converted
+    choices = [str(choice) for option in options if typing.get_origin(option) is Literal for choice in option.__args__]
+    if choices:
+        near = difflib.get_close_matches(str(value), choices, n=1, cutoff=0.5)
+        raise UserError(
+            f"{place}: {value!r} is not one of {', '.join(choices)}" + (f"; did you mean {near[0]!r}?" if near else "")
+        )
+    raise UserError(
+        f"{place}: expected {' or '.join(_name(option) for option in options)}, found {_kind(value)} {value!r}"
+    )
+
+
+_NO = object()
+
+
+def _options(annotation: Any) -> tuple[Any, ...]:
+    is_union = isinstance(annotation, types.UnionType) or typing.get_origin(annotation) is typing.Union
+    return typing.get_args(annotation) if is_union else (annotation,)
+
+
+def _as(option: Any, value: object) -> Any:
+    origin = typing.get_origin(option)
+    if option is type(None):
+        return None if value is None else _NO
+    if origin is Literal:
+        return value if value in option.__args__ else _NO
+    if origin is tuple:
+        return _as_tuple(option.__args__[0], value)
+    if origin is not None:  # Mapping[str, str]
+        good = isinstance(value, Mapping) and all(isinstance(x, str) for pair in value.items() for x in pair)
+        return dict(typing.cast("Mapping[str, str]", value)) if good else _NO
+    if option in (int, float):
+        return _as_number(option, value)
+    if option is Path:
+        return Path(value) if isinstance(value, str | Path) and str(value) else _NO
+    return value if type(value) is option else _NO
+
+
+def _as_tuple(item: Any, value: object) -> Any:
+    if not isinstance(value, list | tuple):
+        return _NO
+    items = tuple(_as(item, x) for x in value)
+    return _NO if _NO in items else items
+
+
+def _as_number(option: type, value: object) -> Any:
+    """YAML 1.1 reads 2e-4 as text, so text that is a number counts as one."""
+    if isinstance(value, bool) or not isinstance(value, int | float | str):
+        return _NO
+    try:
+        number = float(value)
+    except ValueError:
+        return _NO
+    if math.isnan(number) or (option is int and not number.is_integer()):
+        return _NO
+    return (int(value) if isinstance(value, int) else int(number)) if option is int else number
+
+
+def _name(option: Any) -> str:
+    if typing.get_origin(option) is tuple:
+        return "a list"
+    if typing.get_origin(option) is not None:
+        return "a mapping of names"
+    names = {int: "a whole number", float: "a number", str: "text", bool: "true or false", Path: "a path"}
+    return names.get(option, "nothing")
+
+
+def _kind(value: object) -> str:
+    kinds = {type(None): "nothing", str: "text", bool: "a truth value", int: "a number", float: "a number"}
+    if isinstance(value, Mapping):
+        return "a block"
+    return kinds.get(type(value), "a list" if isinstance(value, list | tuple) else type(value).__name__)
+
+
+def _override(tree: dict[str, Any], override: str) -> None:
+    """Apply ``a.b=c``. The value is YAML; ``adapters.NAME`` finds the adapter of that name."""
+    path, equals, text = override.partition("=")
+    if not equals or not path:
+        raise UserError(f"--set {override}: expected KEY=VALUE, such as defaults.learning_rate=1e-4")
+    node: Any = tree
+    keys = path.split(".")
+    for depth, key in enumerate(keys[:-1]):
+        node = _descend(node, key, override, ".".join(keys[: depth + 1]))
+    if not isinstance(node, dict):
+        raise UserError(f"--set {override}: {'.'.join(keys[:-1])} is not a block")
+    try:
+        node[keys[-1]] = yaml.safe_load(text)
+    except yaml.YAMLError:
+        raise UserError(f"--set {override}: the value is not valid YAML") from None
+
+
+def _descend(node: Any, key: str, override: str, path: str) -> Any:
+    if isinstance(node, list):
+        for entry in node:
+            if isinstance(entry, dict) and entry.get("name") == key:
+                return entry
+        raise UserError(f"--set {override}: there is no {path}")
+    if not isinstance(node, dict):
+        raise UserError(f"--set {override}: {path} is not a block")
+    if isinstance(node.get(key), str) and key == "dataset":
+        node[key] = {"path": node[key]}
+    child = node.setdefault(key, {})
+    if child is None:
+        child = node[key] = {}
+    return child

@@ -1,0 +1,1 @@
+"""Rows of files to tokens in a memory-mapped cache."""

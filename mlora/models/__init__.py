@@ -1,0 +1,1 @@
+"""The frozen decoder: configuration, weights, arithmetic."""

@@ -1,0 +1,1 @@
+"""Stages of the frozen model and the actions that run on them."""

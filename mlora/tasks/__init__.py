@@ -1,0 +1,1 @@
+"""What a row means: rendering, tokens and labels."""
