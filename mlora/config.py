@@ -18,9 +18,8 @@ from typing import Any, Literal
 
 import yaml
 
-from mlora.types import UserError
+from mlora.types import LINEAR_MODULES, UserError
 
-LINEAR_MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 _HEAD_MODULES = ("embed_tokens", "lm_head", "wte", "embed_in", "embed_out")
 _INITS = (True, False, "gaussian", "orthogonal")
 

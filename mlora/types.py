@@ -10,6 +10,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 IGNORE = -100  # the label of a token that is not trained, as in transformers
+# The linears of a decoder layer as they are multiplied: modules that share an input are one merged product.
+MERGED_LINEARS: dict[str, tuple[str, ...]] = {
+    "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    "o": ("self_attn.o_proj",),
+    "gate_up": ("mlp.gate_proj", "mlp.up_proj"),
+    "down": ("mlp.down_proj",),
+}
+LINEAR_MODULES = tuple(path.split(".")[-1] for paths in MERGED_LINEARS.values() for path in paths)
 ROW_MULTIPLE = 16  # a microbatch is padded to a multiple of this many rows
 
 
@@ -104,6 +112,11 @@ class Microbatch:
     def sample_lengths(self) -> list[int]:
         """Lengths of all samples in row order, without the padding."""
         return [sample.length for segment in self.segments for sample in segment.samples]
+
+
+def module_name(layer: int, path: str) -> str:
+    """The global name of a module, as in transformers and PEFT: model.layers.3.self_attn.q_proj."""
+    return f"model.layers.{layer}.{path}"
 
 
 def padded(rows: int, multiple: int = ROW_MULTIPLE) -> int:

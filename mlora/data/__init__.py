@@ -1,1 +1,7 @@
 """Rows of files to tokens in a memory-mapped cache."""
+
+from mlora.data.cache import DataStats, TokenData, open_tokens
+from mlora.data.reader import read_rows
+from mlora.data.sampler import Sampler
+
+__all__ = ["DataStats", "Sampler", "TokenData", "open_tokens", "read_rows"]

@@ -1,1 +1,5 @@
 """What a row means: rendering, tokens and labels."""
+
+from mlora.tasks.sft import SftTask
+
+__all__ = ["SftTask"]

@@ -1,0 +1,69 @@
+"""An adapter's own optimizer and learning-rate clock, over its flat buffers."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from mlora.adapters.state import AdapterState
+from mlora.config import AdapterConfig
+
+
+def warmup_steps(config: AdapterConfig, total_steps: int) -> int:
+    """``warmup_steps`` below 1 is a share of all steps, rounded up, as in transformers."""
+    share = config.warmup_steps
+    return int(share) if share >= 1 else math.ceil(share * total_steps)
+
+
+def learning_rate(config: AdapterConfig, step: int, total_steps: int) -> float:
+    """The rate of step ``step`` (from 0): transformers' curves, so the first warm-up step has rate 0."""
+    kind, warmup = config.lr_scheduler_type, warmup_steps(config, total_steps)
+    if kind != "constant" and step < warmup:
+        return config.learning_rate * step / max(1, warmup)
+    progress = (step - warmup) / max(1, total_steps - warmup)
+    if kind == "linear":
+        return config.learning_rate * max(0.0, 1 - progress)
+    if kind == "cosine":
+        return config.learning_rate * max(0.0, 0.5 * (1 + math.cos(math.pi * progress)))
+    return config.learning_rate
+
+
+def clip_coefficient(norm: float, max_grad_norm: float) -> float:
+    """min(1, max_norm / (norm + 1e-6)), as torch.nn.utils.clip_grad_norm_; 0 switches clipping off."""
+    return min(1.0, max_grad_norm / (norm + 1e-6)) if max_grad_norm > 0 else 1.0
+
+
+class Optimizer:
+    """torch's own AdamW or SGD on the flat master. A step that is skipped leaves moments and AdamW's count alone."""
+
+    def __init__(self, state: AdapterState) -> None:
+        self._state = state
+        self._parameter = torch.nn.Parameter(state.master, requires_grad=False)
+        config = state.config
+        if config.optim == "sgd":
+            self._torch: torch.optim.Optimizer = torch.optim.SGD(
+                [self._parameter], lr=config.learning_rate, weight_decay=config.weight_decay
+            )
+        else:
+            self._torch = torch.optim.AdamW(
+                [self._parameter],
+                lr=config.learning_rate,
+                betas=(config.adam_beta1, config.adam_beta2),
+                eps=config.adam_epsilon,
+                weight_decay=config.weight_decay,
+            )
+
+    def step(self, learning_rate: float, coefficient: float) -> None:
+        """Clip, update the masters, refresh the compute copy, clear the gradients."""
+        if coefficient != 1.0:
+            self._state.grad.mul_(coefficient)
+        self._torch.param_groups[0]["lr"] = learning_rate
+        self._parameter.grad = self._state.grad
+        self._torch.step()
+        self._state.refresh()
+        self.skip()
+
+    def skip(self) -> None:
+        """Forget the gradients of the step."""
+        self._state.grad.zero_()

@@ -1,0 +1,158 @@
+"""One adapter on one stage: masters, gradients and compute copy, each in one flat buffer.
+
+A layer's tensors lie together: for each merged linear the A of its targeted modules stacked ([R, D] row by row), then
+each B as [r, O]; every layer starts at a multiple of ``BLOCK`` elements. Sums of squares are taken in float64 over
+blocks of that size and then added without rounding (``math.fsum``), so a layer's sum depends on nothing but its
+gradients: neither on the stage cut nor on the number of threads.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from mlora.adapters.init import initial_matrices
+from mlora.config import AdapterConfig
+from mlora.ops.batch_lora import LoraGroup, LoraPart
+from mlora.ops.random import key_for
+from mlora.types import MERGED_LINEARS, UserError, module_name, padded
+
+BLOCK = 1024
+
+Shapes = Mapping[str, tuple[int, int]]  # last part of a module's name -> (out features, in features)
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where one targeted module's matrices lie in the flat buffers."""
+
+    a_start: int
+    b_start: int
+    in_features: int
+    out_features: int
+
+
+class AdapterState:
+    """Parameters of one adapter for the layers of one stage.
+
+    Args:
+        config: the adapter's hyper-parameters.
+        targets: global names of all modules that carry it; those outside ``layers`` belong to other stages.
+        shapes: (out, in) features of each linear module.
+        layers: global indices of the stage's layers.
+        dtype: of the frozen model; masters and gradients are float32 (float64 for a float64 model).
+    """
+
+    def __init__(
+        self,
+        config: AdapterConfig,
+        targets: Iterable[str],
+        shapes: Shapes,
+        layers: range,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.config = config
+        self.layers = layers
+        self._shapes = shapes
+        self._targets = frozenset(targets)
+        self._places: dict[str, _Place] = {}
+        self._layer_starts = [0]
+        for layer in layers:
+            self._layer_starts.append(padded(self._lay_out(layer, self._layer_starts[-1]), BLOCK))
+        size = self._layer_starts[-1]
+        state_dtype = torch.promote_types(dtype, torch.float32)
+        self.master = torch.zeros(size, dtype=state_dtype, device=device)
+        self.grad = torch.zeros_like(self.master)
+        self.compute = torch.zeros(size, dtype=dtype, device=device)
+        for name, (a_RD, b_RO) in self.matrices().items():
+            initial_a, initial_b = initial_matrices(config, name, a_RD.shape[1], b_RO.shape[1])
+            a_RD.copy_(initial_a)
+            b_RO.copy_(initial_b)
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Bring the compute copy up to date with the masters."""
+        self.compute.copy_(self.master)
+
+    def load(self, matrices: Mapping[str, tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """Take over A [r, D] and B [r, O] by global module name. Raises UserError where name or shape does not fit."""
+        ours = self.matrices()
+        for name in sorted(ours.keys() | matrices.keys()):
+            found, wanted = ([tuple(x.shape) for x in side.get(name, ())] for side in (matrices, ours))
+            if found != wanted:
+                raise UserError(
+                    f"the adapter was made for another model: {name} has A and B of shapes {found}, not {wanted}"
+                )
+        for name, pair in matrices.items():
+            for target, source in zip(ours[name], pair, strict=True):
+                target.copy_(source)
+        self.refresh()
+
+    def matrices(self) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+        """Views of the masters by global module name: A [r, D] and B stored [r, O]."""
+        return {name: self._views(self.master, place) for name, place in self._places.items()}
+
+    def group(self, layer: int, merged: str) -> LoraGroup | None:
+        """What BatchLoRA needs in one merged linear of one layer; None where the adapter has no target there."""
+        parts, column, rank = [], 0, 0
+        first: _Place | None = None
+        for path in MERGED_LINEARS[merged]:
+            name = module_name(layer, path)
+            out_features = self._shapes[path.split(".")[-1]][0]
+            if name in self._places:
+                place = self._places[name]
+                first = first or place
+                parts.append(self._part(name, place, rank, column))
+                rank += self.config.r
+            column += out_features
+        if first is None:
+            return None
+        stacked = slice(first.a_start, first.a_start + rank * first.in_features)
+        return LoraGroup(
+            a_RD=self.compute[stacked].view(rank, -1),
+            grad_a_RD=self.grad[stacked].view(rank, -1),
+            parts=tuple(parts),
+            scaling=self.config.scaling,
+            dropout=self.config.lora_dropout,
+        )
+
+    def sums_of_squares(self) -> list[float]:
+        """Σ grad² of each layer, in float64."""
+        sums = []
+        for start, stop in zip(self._layer_starts, self._layer_starts[1:], strict=False):
+            blocks = self.grad[start:stop].view(-1, BLOCK).double().square().sum(1)
+            sums.append(math.fsum(blocks.tolist()))
+        return sums
+
+    def _lay_out(self, layer: int, start: int) -> int:
+        """Give each targeted module of the layer its place; returns the end."""
+        r = self.config.r
+        for paths in MERGED_LINEARS.values():
+            names = [(module_name(layer, p), *self._shapes[p.split(".")[-1]]) for p in paths]
+            names = [entry for entry in names if entry[0] in self._targets]
+            b_start = start + sum(r * in_features for _, _, in_features in names)
+            for name, out_features, in_features in names:
+                self._places[name] = _Place(start, b_start, in_features, out_features)
+                start += r * in_features
+                b_start += r * out_features
+            start = b_start
+        return start
+
+    def _views(self, flat: torch.Tensor, place: _Place) -> tuple[torch.Tensor, torch.Tensor]:
+        r = self.config.r
+        a = flat[place.a_start : place.a_start + r * place.in_features].view(r, place.in_features)
+        b = flat[place.b_start : place.b_start + r * place.out_features].view(r, place.out_features)
+        return a, b
+
+    def _part(self, name: str, place: _Place, rank: int, column: int) -> LoraPart:
+        return LoraPart(
+            ranks=slice(rank, rank + self.config.r),
+            columns=slice(column, column + place.out_features),
+            b_RO=self._views(self.compute, place)[1],
+            grad_b_RO=self._views(self.grad, place)[1],
+            key=key_for(self.config.seed, name),
+        )

@@ -1,0 +1,61 @@
+"""Which modules of the model carry an adapter: PEFT's rules, but what matches nothing is an error."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from mlora.config import AdapterConfig
+from mlora.types import LINEAR_MODULES, MERGED_LINEARS, UserError, module_name
+
+
+def match_targets(config: AdapterConfig, num_layers: int) -> tuple[str, ...]:
+    """Global names of the targeted modules in model order.
+
+    A list of ``target_modules`` matches a module by full name or by its last parts, a string is "all-linear" or a
+    regular expression for the full name. Raises UserError naming the key and what exists.
+    """
+    place = f"adapters[{config.name}]"
+    names = [module_name(i, path) for i in range(num_layers) for paths in MERGED_LINEARS.values() for path in paths]
+    targets = list(LINEAR_MODULES) if config.target_modules == "all-linear" else config.target_modules
+    chosen = _matching(targets, names, f"{place}.target_modules")
+    if config.exclude_modules:
+        chosen -= _matching(config.exclude_modules, names, f"{place}.exclude_modules")
+    if config.layers_to_transform is not None:
+        chosen &= _in_layers(config.layers_to_transform, num_layers, names, f"{place}.layers_to_transform")
+    if not chosen:
+        raise UserError(f"{place}: exclude_modules and layers_to_transform leave none of target_modules")
+    return tuple(name for name in names if name in chosen)
+
+
+def _matching(targets: str | Sequence[str], names: list[str], place: str) -> set[str]:
+    found: set[str] = set()
+    for target in (targets,) if isinstance(targets, str) else targets:
+        matches = _full_matches(target, names, place) if isinstance(targets, str) else _suffix_matches(target, names)
+        if not matches:
+            raise UserError(
+                f"{place}: {target!r} matches no module; there are {', '.join(LINEAR_MODULES)} in "
+                f"{names[0].rsplit('.', 2)[0]} … {names[-1].rsplit('.', 2)[0]}"
+            )
+        found |= matches
+    return found
+
+
+def _suffix_matches(target: str, names: list[str]) -> set[str]:
+    return {name for name in names if name == target or name.endswith("." + target)}
+
+
+def _full_matches(pattern: str, names: list[str], place: str) -> set[str]:
+    try:
+        compiled = re.compile(pattern)
+    except re.error as error:
+        raise UserError(f"{place}: {pattern!r} is no valid regular expression: {error}") from None
+    return {name for name in names if compiled.fullmatch(name)}
+
+
+def _in_layers(layers: int | tuple[int, ...], num_layers: int, names: list[str], place: str) -> set[str]:
+    wanted = {layers} if isinstance(layers, int) else set(layers)
+    outside = sorted(layer for layer in wanted if not 0 <= layer < num_layers)
+    if outside:
+        raise UserError(f"{place}: layer {outside[0]} does not exist; the model has layers 0 … {num_layers - 1}")
+    return {name for name in names if int(name.split(".")[2]) in wanted}

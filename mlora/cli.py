@@ -1,0 +1,77 @@
+"""The command ``mlora``. argparse, since it is in the standard library and a few commands need no more."""
+
+from __future__ import annotations
+
+import argparse
+import platform
+import sys
+from importlib.metadata import PackageNotFoundError, version
+
+import mlora
+from mlora.types import UserError
+
+_OK, _BUG, _USER, _FAILED, _INTERRUPTED = 0, 1, 2, 3, 128 + 2
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one command. Exit codes: 0 all adapters ended, 2 the user's mistake, 3 an adapter failed, 1 our bug,
+    128 + n signal n."""
+    arguments = _parser().parse_args(argv)
+    try:
+        return arguments.run(arguments)
+    except UserError as error:
+        print(f"mlora: {error}", file=sys.stderr)
+        return _USER
+    except KeyboardInterrupt:
+        print("mlora: interrupted; adapters that had ended are exported, the others are not", file=sys.stderr)
+        return _INTERRUPTED
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="mlora", description=mlora.__doc__)
+    parser.add_argument("--version", action="version", version=f"mlora {mlora.__version__}")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    train = commands.add_parser("train", help="train the adapters of a configuration file")
+    train.add_argument("config", help="a YAML file")
+    train.add_argument("--set", action="append", default=[], metavar="A.B=C", help="change one key of the file")
+    train.add_argument("--overwrite", action="store_true", help="replace an earlier run in output_dir")
+    train.set_defaults(run=_train)
+    verify = commands.add_parser("verify", help="load a run's adapters with PEFT and compare logits with the engine's")
+    verify.add_argument("output_dir", help="the run's folder")
+    verify.set_defaults(run=_verify)
+    env = commands.add_parser("env", help="show versions and devices, for bug reports")
+    env.set_defaults(run=_env)
+    return parser
+
+
+def _train(arguments: argparse.Namespace) -> int:
+    config = mlora.load_config(arguments.config, arguments.set)
+    results = mlora.train(config, overwrite=arguments.overwrite)
+    if results.failed:
+        print(f"mlora: failed: {', '.join(results.failed)}", file=sys.stderr)
+        return _FAILED
+    return _OK
+
+
+def _verify(arguments: argparse.Namespace) -> int:
+    from mlora.engine.verify import verify_run
+
+    checks = verify_run(arguments.output_dir)
+    for check in checks:
+        verdict = "same logits" if check.ok else "LOGITS DIFFER"
+        print(f"{check.name}: {verdict}, largest difference {check.max_difference:.2e} of {check.scale:.2e}")
+    return _OK if all(check.ok for check in checks) else _FAILED
+
+
+def _env(arguments: argparse.Namespace) -> int:
+    import torch
+
+    print(f"mlora {mlora.__version__}, Python {platform.python_version()}, {platform.platform()}")
+    for name in ("torch", "transformers", "safetensors", "numpy", "triton", "peft", "bitsandbytes"):
+        try:
+            print(f"{name} {version(name)}")
+        except PackageNotFoundError:
+            print(f"{name} not installed")
+    devices = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    print(f"CUDA devices: {', '.join(devices) or 'none'}; CPU threads: {torch.get_num_threads()}")
+    return _OK

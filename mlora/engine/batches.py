@@ -1,0 +1,24 @@
+"""From a planned microbatch and the adapters' tokens to the tensors that enter the stages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from mlora.data import TokenData
+from mlora.pipeline.stage import Batch
+from mlora.types import IGNORE, Microbatch
+
+
+def make_batch(microbatch: Microbatch, data_of: Callable[[int], TokenData], device: torch.device) -> Batch:
+    """Packed ``input_ids`` and targets, [T] each. A row's target is the next token's label inside the same sample."""
+    input_ids_T = torch.zeros(microbatch.rows, dtype=torch.long)
+    targets_T = torch.full((microbatch.rows,), IGNORE, dtype=torch.long)
+    for segment in microbatch.segments:
+        data = data_of(segment.adapter)
+        for sample, first, last in segment.sample_rows():
+            input_ids, labels = data.sample(sample.index)
+            input_ids_T[first:last] = torch.from_numpy(input_ids)
+            targets_T[first : last - 1] = torch.from_numpy(labels[1:])
+    return Batch(microbatch, input_ids_T.to(device), targets_T)

@@ -1,0 +1,46 @@
+"""The README.md that lies beside an exported adapter."""
+
+from __future__ import annotations
+
+from mlora.engine.adapter_run import AdapterRun
+
+_TEXT = """\
+---
+base_model: {base_model}
+library_name: peft
+tags: [lora]
+---
+# {name}
+
+A LoRA adapter of `{base_model}`, trained with mLoRA on `{data}`: {rows} rows, {steps} steps, last loss {loss:.4f}.
+
+| r | lora_alpha | lora_dropout | use_rslora | learning_rate | rows per step | seed |
+| --- | --- | --- | --- | --- | --- | --- |
+| {r} | {alpha:g} | {dropout:g} | {rslora} | {rate:g} | {batch} | {seed} |
+
+```python
+from peft import AutoPeftModelForCausalLM
+
+model = AutoPeftModelForCausalLM.from_pretrained("{name}")  # this folder
+```
+"""
+
+
+def model_card(adapter: AdapterRun, base_model: str) -> str:
+    """What was trained, on what, and how to load it."""
+    config = adapter.config
+    return _TEXT.format(
+        base_model=base_model,
+        name=config.name,
+        data=config.dataset.path.name,
+        rows=len(adapter.data),
+        steps=len(adapter.reports),
+        loss=adapter.reports[-1].loss,
+        r=config.r,
+        alpha=config.lora_alpha,
+        dropout=config.lora_dropout,
+        rslora=str(config.use_rslora).lower(),
+        rate=config.learning_rate,
+        batch=config.rows_per_step,
+        seed=config.seed,
+    )

@@ -1,0 +1,203 @@
+"""The frozen weights of a model: safetensors files, checked from their headers and read tensor by tensor."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import GatedRepoError, HFValidationError, LocalEntryNotFoundError, RepositoryNotFoundError
+from safetensors import SafetensorError, safe_open
+
+from mlora.models.spec import ModelSpec, linear_shapes, read_json, refuse_lfs_pointer
+from mlora.types import UserError
+
+_SINGLE = "model.safetensors"
+_INDEX = "model.safetensors.index.json"
+_FLOATS = ("F64", "F32", "F16", "BF16")
+_EMBEDDING, _NORM, _HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
+_DOWNLOADS = ("model*.safetensors", "*.json", "*.jinja", "tokenizer.model", "merges.txt")
+
+
+class Checkpoint:
+    """The weights in a model's folder, checked by their headers; tensors are read when they are asked for.
+
+    Raises UserError naming the file where a tensor that ``spec`` needs is missing, of another shape or not a float,
+    where one is left over, where a tied model has a head of its own (transformers would use that one after all), or
+    where a file is missing, cut off, unknown to the index or a Git-LFS pointer.
+    """
+
+    def __init__(self, folder: Path, spec: ModelSpec) -> None:
+        self._spec = spec
+        self._entries = _read_entries(folder)
+        shapes = _tensor_shapes(spec)
+        _check_complete(self._entries, shapes, folder)
+        _check_nothing_left_out(self._entries, shapes)
+        if spec.tied and _HEAD in self._entries and not torch.equal(self.tensor(_HEAD), self.embedding()):
+            raise UserError(
+                f"{folder / 'config.json'}: ties head and embedding, which differ in {self._entries[_HEAD].file.name}; "
+                "write tie_word_embeddings: false there"
+            )
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """The tensor of that name (as in transformers) on the CPU, in the dtype in which it is stored."""
+        with safe_open(self._entries[name].file, framework="pt") as file:
+            return file.get_tensor(name)
+
+    def embedding(self) -> torch.Tensor:
+        """``[V, D]``, one row per token id."""
+        return self.tensor(_EMBEDDING)
+
+    def head(self) -> torch.Tensor:
+        """``[V, D]``; the embedding where the two are tied."""
+        return self.tensor(_EMBEDDING if self._spec.tied else _HEAD)
+
+    def layer(self, index: int) -> dict[str, torch.Tensor]:
+        """All tensors of one decoder layer by short name, such as ``self_attn.q_proj.weight`` ``[O, D]``."""
+        return {name: self.tensor(f"model.layers.{index}.{name}") for name in _layer_shapes(self._spec)}
+
+    def final_norm(self) -> torch.Tensor:
+        """``[D]``, the weight of the norm before the head."""
+        return self.tensor(_NORM)
+
+
+def resolve_base_model(name: str) -> Path:
+    """The folder of a model: ``name`` itself, else the snapshot of that hub id, downloaded where it is not yet here.
+
+    Raises UserError saying what was tried.
+    """
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return path
+    if path.exists():
+        raise UserError(f"base_model: {name} is a file; give the folder that holds config.json and the weights")
+    tried = f"base_model: {name!r} is not a folder here"
+    try:
+        return Path(snapshot_download(name, allow_patterns=list(_DOWNLOADS)))
+    except HFValidationError:
+        raise UserError(f"{tried} and cannot be a hub id; check the path") from None
+    except GatedRepoError:
+        raise UserError(f"{tried}, and on the hub it is gated; ask for access there and run `hf auth login`") from None
+    except RepositoryNotFoundError:
+        raise UserError(f"{tried}, and the hub has no model of that name that you may see; check the name") from None
+    except LocalEntryNotFoundError:
+        raise UserError(f"{tried}, not in the hub's cache, and the hub is out of reach; give a local folder") from None
+    except Exception as error:  # the client of the hub stands on several libraries, each with errors of its own
+        raise UserError(f"{tried}, and fetching it from the hub failed: {' '.join(str(error).split())}") from None
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Entry:
+    """Where a tensor is and what its file's header says of it."""
+
+    file: Path
+    shape: tuple[int, ...]
+    dtype: str
+
+
+def _read_entries(folder: Path) -> dict[str, _Entry]:
+    """Every tensor of the checkpoint by name. Where a single file and an index are both there the single file counts,
+    as in transformers."""
+    if (folder / _SINGLE).exists():
+        return _read_header(folder / _SINGLE)
+    if (folder / _INDEX).exists():
+        return _read_index(folder / _INDEX)
+    shards = sorted(folder.glob("model-*-of-*.safetensors"))
+    if shards:
+        raise UserError(f"{folder / _INDEX}: missing, but {shards[0].name} is there; fetch the index as well")
+    pickles = sorted(folder.glob("pytorch_model*.bin"))
+    if pickles:
+        raise UserError(
+            f"{pickles[0]}: pickled weights can run code and are never opened; convert them where you trust them: "
+            "AutoModelForCausalLM.from_pretrained(FOLDER).save_pretrained(NEW_FOLDER)"
+        )
+    raise UserError(f"{folder}: holds neither {_SINGLE} nor {_INDEX}; give the folder of a model with its weights")
+
+
+def _read_index(path: Path) -> dict[str, _Entry]:
+    places = read_json(path).get("weight_map")
+    if not isinstance(places, dict) or not all(isinstance(shard, str) for shard in places.values()):
+        raise UserError(f"{path}: weight_map, the shard of each tensor, is missing or damaged; fetch the file again")
+    shards = sorted(set(places.values()))
+    for shard in shards:
+        if not (path.parent / shard).is_file():
+            raise UserError(f"{path.parent / shard}: missing, but {path.name} names it; fetch this shard")
+    for file in sorted(path.parent.glob("model-*-of-*.safetensors")):
+        if file.name not in shards:
+            raise UserError(f"{file}: {path.name} does not name this shard; remove it, or fetch the index that does")
+    headers = {shard: _read_header(path.parent / shard) for shard in shards}
+    for name, shard in places.items():
+        if name not in headers[shard]:
+            raise UserError(f"{path.parent / shard}: {name} is not in it, but {path.name} says so; fetch both again")
+    return {name: headers[shard][name] for name, shard in places.items()}
+
+
+def _read_header(path: Path) -> dict[str, _Entry]:
+    refuse_lfs_pointer(path)
+    try:
+        with safe_open(path, framework="pt") as file:
+            slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
+            return {
+                name: _Entry(file=path, shape=tuple(slice_.get_shape()), dtype=slice_.get_dtype())
+                for name, slice_ in slices.items()
+            }
+    except (SafetensorError, OSError) as error:
+        size = path.stat().st_size
+        raise UserError(f"{path}: cut off or damaged ({size} bytes; {error}); fetch it again") from None
+
+
+def _tensor_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
+    """The shape of every tensor that the model needs, by transformers' name."""
+    shapes: dict[str, tuple[int, ...]] = {_EMBEDDING: (spec.vocab_size, spec.hidden_size)}
+    for index in range(spec.num_layers):
+        shapes |= {f"model.layers.{index}.{name}": shape for name, shape in _layer_shapes(spec).items()}
+    shapes[_NORM] = (spec.hidden_size,)
+    if not spec.tied:
+        shapes[_HEAD] = (spec.vocab_size, spec.hidden_size)
+    return shapes
+
+
+def _layer_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
+    """The shape of every tensor of one decoder layer, by short name."""
+    shapes: dict[str, tuple[int, ...]] = {
+        "input_layernorm.weight": (spec.hidden_size,),
+        "post_attention_layernorm.weight": (spec.hidden_size,),
+    }
+    for module, (rows, columns) in linear_shapes(spec).items():
+        prefix, bias = ("mlp", spec.mlp_bias)
+        if module in ("q_proj", "k_proj", "v_proj", "o_proj"):
+            prefix, bias = ("self_attn", spec.o_bias if module == "o_proj" else spec.qkv_bias)
+        shapes[f"{prefix}.{module}.weight"] = (rows, columns)
+        if bias:
+            shapes[f"{prefix}.{module}.bias"] = (rows,)
+    if spec.qk_norm:
+        shapes |= {f"self_attn.{norm}.weight": (spec.head_dim,) for norm in ("q_norm", "k_norm")}
+    return shapes
+
+
+def _check_complete(entries: dict[str, _Entry], shapes: dict[str, tuple[int, ...]], folder: Path) -> None:
+    missing = [name for name in shapes if name not in entries]
+    if missing:
+        source = folder / (_SINGLE if (folder / _SINGLE).exists() else _INDEX)
+        more = f" and {len(missing) - 1} more are" if missing[1:] else " is"
+        raise UserError(
+            f"{source}: {missing[0]}{more} missing, but config.json asks for it; do the two belong together?"
+        )
+    for name, shape in shapes.items():
+        entry = entries[name]
+        if entry.shape != shape:
+            raise UserError(
+                f"{entry.file}: {name} has shape {list(entry.shape)}, but config.json asks for {list(shape)}; "
+                "do the two belong together?"
+            )
+        if entry.dtype not in _FLOATS:
+            raise UserError(f"{entry.file}: {name} is stored as {entry.dtype}; quantised weights are not supported")
+
+
+def _check_nothing_left_out(entries: dict[str, _Entry], shapes: dict[str, tuple[int, ...]]) -> None:
+    """Refuse tensors that transformers would warn of: a bias or a layer left out is another model, silently."""
+    for name, entry in entries.items():
+        harmless = name == _HEAD or name.endswith(".rotary_emb.inv_freq") or not name.startswith(("model.", "lm_head."))
+        if name not in shapes and not harmless:
+            raise UserError(f"{entry.file}: {name} has no place in config.json's model; do the two belong together?")

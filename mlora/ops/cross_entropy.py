@@ -1,0 +1,45 @@
+"""Linear cross-entropy in chunks: the logits of a whole microbatch never exist.
+
+Letters: N rows with a target (padded), C rows of one chunk, D model dim, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+_CHUNK_ROWS = 256  # fixed: 256 · 128k fp32 logits are 131 MB
+
+
+def linear_cross_entropy(
+    hidden_ND: torch.Tensor,
+    weight_VD: torch.Tensor,
+    labels_N: torch.Tensor,
+    weights_N: torch.Tensor,
+    with_grad: bool = True,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Loss of each row and the gradient of Σ weights·loss.
+
+    Returns ``nll_N`` = -log softmax(hidden·Wᵀ)[label] in at least float32, unweighted, and ``dhidden_ND`` (None without
+    ``with_grad``). N must be a multiple of 16 so that no row's product depends on the others; rows of weight 0 give a
+    zero gradient. The weight is the row's share of its adapter's step: 1 / target tokens of that step.
+    """
+    losses, grads = [], []
+    for start in range(0, hidden_ND.shape[0], _CHUNK_ROWS):
+        rows = slice(start, start + _CHUNK_ROWS)
+        logits_CV = F.linear(hidden_ND[rows], weight_VD)
+        logits_CV = logits_CV.to(torch.promote_types(logits_CV.dtype, torch.float32))
+        label_C1 = labels_N[rows, None]
+        losses.append(-torch.log_softmax(logits_CV, dim=-1).gather(1, label_C1)[:, 0])
+        if with_grad:
+            grads.append(_grad(logits_CV, label_C1, weights_N[rows, None].to(logits_CV.dtype), weight_VD))
+    return torch.cat(losses), torch.cat(grads) if with_grad else None
+
+
+def _grad(
+    logits_CV: torch.Tensor, label_C1: torch.Tensor, weight_C1: torch.Tensor, weight_VD: torch.Tensor
+) -> torch.Tensor:
+    """(softmax - onehot) · weight, times W. Softmax works row by row, so a row's bits do not depend on its chunk."""
+    dlogits_CV = torch.softmax(logits_CV, dim=-1).mul_(weight_C1)
+    dlogits_CV.scatter_add_(1, label_C1, -weight_C1)
+    return dlogits_CV.to(weight_VD.dtype) @ weight_VD

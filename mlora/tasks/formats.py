@@ -1,0 +1,205 @@
+"""What the columns of a row mean: each format turns a row into a conversation, or into a prompt and its completion."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from mlora.types import Row, UserError
+
+_ROLES = {
+    "system": "system",
+    "user": "user",
+    "human": "user",
+    "assistant": "assistant",
+    "gpt": "assistant",
+    "model": "assistant",
+    "bot": "assistant",
+}
+_SURROGATE = re.compile("[\ud800-\udfff]")
+_KINDS = {type(None): "null", bool: "true or false", int: "a number", float: "a number", list: "a list"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Turn:
+    """One message of a conversation. ``role`` is system, user or assistant."""
+
+    role: str
+    content: str
+
+
+@dataclass(frozen=True)
+class Fields:
+    """A row's columns under our names. ``columns`` maps our name to the file's where they differ."""
+
+    row: Row
+    columns: Mapping[str, str]
+
+    def text(self, name: str) -> str:
+        """The text of a column that must be there."""
+        column = self.columns.get(name, name)
+        return _text(self._value(column), self.row, column)
+
+    def optional_text(self, name: str) -> str:
+        """The text of a column that may be missing or null: then empty."""
+        column = self.columns.get(name, name)
+        value = self.row.value.get(column)
+        return "" if value is None else _text(value, self.row, column)
+
+    def turns(self, name: str, role_key: str, content_key: str) -> list[Turn]:
+        """The conversation that a column holds as a list of objects."""
+        column = self.columns.get(name, name)
+        turns = []
+        for i, item in enumerate(_list(self._value(column), self.row, column)):
+            place = f"{column}[{i}]"
+            if not isinstance(item, dict):
+                raise self.row.error(
+                    place, f"expected an object with {role_key} and {content_key}, found {_kind(item)}"
+                )
+            for key in (role_key, content_key):
+                if key not in item:
+                    raise self.row.error(place, f"{key!r} is missing; it has {_names(item)}")
+            role = _text(item[role_key], self.row, f"{place}.{role_key}")
+            if role not in _ROLES:
+                raise self.row.error(f"{place}.{role_key}", f"unknown role {role!r}; known are {', '.join(_ROLES)}")
+            turns.append(Turn(role=_ROLES[role], content=_text(item[content_key], self.row, f"{place}.{content_key}")))
+        return turns
+
+    def pairs(self, name: str) -> list[tuple[str, str]]:
+        """The pairs of texts that a column holds; none where it is missing or null."""
+        column = self.columns.get(name, name)
+        value = self.row.value.get(column)
+        pairs = []
+        for i, pair in enumerate(_list([] if value is None else value, self.row, column)):
+            place = f"{column}[{i}]"
+            if len(_list(pair, self.row, place)) != 2:
+                raise self.row.error(place, f"expected a pair [instruction, response], found {len(pair)} items")
+            first, second = (_text(text, self.row, f"{place}[{j}]") for j, text in enumerate(pair))
+            pairs.append((first, second))
+        return pairs
+
+    def _value(self, column: str) -> object:
+        if column not in self.row.value:
+            raise self.row.error(column, f"missing; the row has {_names(self.row.value)}")
+        return self.row.value[column]
+
+
+def _list(value: object, row: Row, column: str) -> list:
+    if not isinstance(value, list):
+        raise row.error(column, f"expected a list, found {_kind(value)}")
+    return value
+
+
+def _text(value: object, row: Row, column: str) -> str:
+    if not isinstance(value, str):
+        raise row.error(column, f"expected text, found {_kind(value)}")
+    if not value.isascii() and (found := _SURROGATE.search(value)):
+        raise row.error(column, f"holds half a character, \\u{ord(found[0]):04x}, without its other half (a surrogate)")
+    return value
+
+
+def _kind(value: object) -> str:
+    return _KINDS.get(type(value), "text" if isinstance(value, str) else "an object")
+
+
+def _names(value: Mapping[str, object]) -> str:
+    return ", ".join(str(key) for key in value) or "no columns"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Format:
+    """A format's columns and readings. A format without ``turns`` never uses a chat template, one without ``plain``
+    cannot do without. ``plain`` gives prompt and completion."""
+
+    required: tuple[str, ...]
+    optional: tuple[str, ...] = ()
+    turns: Callable[[Fields], list[Turn]] | None = None
+    plain: Callable[[Fields], tuple[str, str]] | None = None
+
+    def fits(self, row: Row, columns: Mapping[str, str]) -> bool:
+        """Whether the row has all required columns and the format knows every name in ``columns``."""
+        known = {*self.required, *self.optional}
+        return known >= set(columns) and all(columns.get(name, name) in row.value for name in self.required)
+
+
+def _pair_turns(system: str, history: list[tuple[str, str]], user: str, assistant: str) -> list[Turn]:
+    turns = [Turn(role="system", content=system)] if system else []
+    for pair in [*history, (user, assistant)]:
+        turns += [Turn(role=role, content=text) for role, text in zip(("user", "assistant"), pair, strict=True)]
+    return turns
+
+
+def _alpaca_turns(fields: Fields) -> list[Turn]:
+    query = "\n".join(filter(None, (fields.text("instruction"), fields.optional_text("input"))))
+    return _pair_turns(fields.optional_text("system"), fields.pairs("history"), query, fields.text("output"))
+
+
+def _dolly_turns(fields: Fields) -> list[Turn]:
+    query = "\n".join(filter(None, (fields.text("instruction"), fields.optional_text("context"))))
+    return _pair_turns("", [], query, fields.text("response"))
+
+
+def _instruction(instruction: str, extra: str) -> str:
+    middle = f"### Input:\n{extra}\n\n" if extra else ""
+    return f"### Instruction:\n{instruction}\n\n{middle}### Response:\n"
+
+
+def _alpaca_plain(fields: Fields) -> tuple[str, str]:
+    """Earlier pairs are context here: without a template nothing marks where an earlier answer ends."""
+    system = fields.optional_text("system")
+    past = [_instruction(instruction, "") + response + "\n\n" for instruction, response in fields.pairs("history")]
+    prompt = _instruction(fields.text("instruction"), fields.optional_text("input"))
+    return "".join([f"{system}\n\n" if system else "", *past, prompt]), fields.text("output")
+
+
+FORMATS: dict[str, Format] = {  # in the order of guessing: the fuller form of a row that has several goes first
+    "messages": Format(required=("messages",), turns=lambda f: f.turns("messages", "role", "content")),
+    "sharegpt": Format(required=("conversations",), turns=lambda f: f.turns("conversations", "from", "value")),
+    "alpaca": Format(
+        required=("instruction", "output"),
+        optional=("input", "system", "history"),
+        turns=_alpaca_turns,
+        plain=_alpaca_plain,
+    ),
+    "dolly": Format(
+        required=("instruction", "response"),
+        optional=("context",),
+        turns=_dolly_turns,
+        plain=lambda f: (_instruction(f.text("instruction"), f.optional_text("context")), f.text("response")),
+    ),
+    "prompt_completion": Format(
+        required=("prompt", "completion"), plain=lambda f: (f.text("prompt"), f.text("completion"))
+    ),
+    "question_answer": Format(
+        required=("question", "answer"),
+        turns=lambda f: _pair_turns("", [], f.text("question"), f.text("answer")),
+        plain=lambda f: (f"Question: {f.text('question')}\nAnswer:", " " + f.text("answer")),
+    ),
+    "text": Format(required=("text",), plain=lambda f: ("", f.text("text"))),
+}
+
+
+def guess_format(row: Row, columns: Mapping[str, str]) -> Format:
+    """The first format that the row's columns, under the names in ``columns``, make up.
+
+    Raises UserError that lists what was seen where none fits.
+    """
+    for candidate in FORMATS.values():
+        if candidate.fits(row, columns):
+            return candidate
+    seen = _names(row.value) + (f" (and the setting columns names {_names(columns)})" if columns else "")
+    forms = "; ".join(f"{name}: {', '.join(form.required)}" for name, form in FORMATS.items())
+    raise row.error(None, f"the format cannot be guessed from the columns {seen}; give columns or format ({forms})")
+
+
+def named_format(name: str, columns: Mapping[str, str]) -> Format:
+    """The format called ``name``. Raises UserError where ``columns`` holds a name that it does not have."""
+    form = FORMATS[name]
+    known = (*form.required, *form.optional)
+    for column in columns:
+        if column not in known:
+            raise UserError(
+                f"dataset.columns.{column}: the format {name} has no such column; it has {', '.join(known)}"
+            )
+    return form
