@@ -19,6 +19,6 @@ def make_batch(microbatch: Microbatch, data_of: Callable[[int], TokenData], devi
         data = data_of(segment.adapter)
         for sample, first, last in segment.sample_rows():
             input_ids, labels = data.sample(sample.index)
-            input_ids_T[first:last] = torch.from_numpy(input_ids)
-            targets_T[first : last - 1] = torch.from_numpy(labels[1:])
+            input_ids_T[first:last] = torch.tensor(input_ids)
+            targets_T[first : last - 1] = torch.tensor(labels[1:])
     return Batch(microbatch, input_ids_T.to(device), targets_T)

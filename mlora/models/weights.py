@@ -41,7 +41,10 @@ class Checkpoint:
             )
 
     def tensor(self, name: str) -> torch.Tensor:
-        """The tensor of that name (as in transformers) on the CPU, in the dtype in which it is stored."""
+        """The tensor of that name (as in transformers) on the CPU, in the dtype in which it is stored.
+
+        Its memory is the mapped file, so it follows whoever overwrites that file in place.
+        """
         with safe_open(self._entries[name].file, framework="pt") as file:
             return file.get_tensor(name)
 

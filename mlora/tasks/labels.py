@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING
@@ -13,6 +13,8 @@ from mlora.tasks.template import Rendered
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+_CALL = 1 << 20  # characters
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,10 +49,14 @@ class Splitter:
                 return list(dressed[:place])
         return []
 
-    def split(self, texts: Sequence[str]) -> list[Tokens]:
-        """Tokens of each text."""
+    def split(self, texts: Sequence[str]) -> Iterator[Tokens]:
+        """Tokens of each text, in order."""
+        for group in _groups(texts):
+            yield from self._split(group)
+
+    def _split(self, texts: list[str]) -> list[Tokens]:
         batch = self._tokenizer(
-            list(texts),
+            texts,
             add_special_tokens=False,
             return_offsets_mapping=True,
             return_attention_mask=False,
@@ -77,10 +83,10 @@ class Splitter:
         newline, whose tokens are taken off again.
         """
         lead = "\n" if start else ""
-        tokens = self.split([lead + text[start:stop]])[0]
+        tokens = next(self.split([lead + text[start:stop]]))
         if tokens.straddling(len(lead)):
             lead = ""
-            tokens = self.split([text[start:stop]])[0]
+            tokens = next(self.split([text[start:stop]]))
         kept = tokens.stops > len(lead) if lead else np.ones(len(tokens.ids), dtype=bool)
         shift = start - len(lead)
         return Tokens(ids=tokens.ids[kept], starts=tokens.starts[kept] + shift, stops=tokens.stops[kept] + shift)
@@ -89,6 +95,20 @@ class Splitter:
         text = self._tokenizer.decode(tokens.ids.tolist(), clean_up_tokenization_spaces=False)
         assert isinstance(text, str)
         return text
+
+
+def _groups(texts: Sequence[str]) -> Iterator[list[str]]:
+    """The texts in order, in groups that one call of the tokenizer takes: it uses some 100 bytes per character."""
+    group: list[str] = []
+    size = 0
+    for text in texts:
+        if group and size + len(text) > _CALL:
+            yield group
+            group, size = [], 0
+        group.append(text)
+        size += len(text)
+    if group:
+        yield group
 
 
 def _tokens(ids: Sequence[int], offsets: Sequence[tuple[int, int]]) -> Tokens:

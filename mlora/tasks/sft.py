@@ -74,7 +74,7 @@ class SftTask:
             self._format = guess_format(rows[0], self._config.columns)
         results = [self._render(self._format, row) for row in rows]
         texts = [result for result in results if isinstance(result, Rendered)]
-        tokens = iter(self._splitter.split([rendered.text for rendered in texts]) if texts else [])
+        tokens = self._splitter.split([rendered.text for rendered in texts])
         return [
             result if isinstance(result, str) else self._encode(row, result, next(tokens))
             for row, result in zip(rows, results, strict=True)

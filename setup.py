@@ -1,0 +1,43 @@
+"""The distribution mlora-engine. Its code is the one package mlora; the links ops and pipeline are not installed."""
+
+import re
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+root = Path(__file__).parent
+
+setup(
+    name="mlora-engine",
+    version=re.search(r'__version__ = "(.+)"', (root / "mlora/__init__.py").read_text()).group(1),
+    description="Fine-tune several LoRA adapters of one frozen Llama-family model at once",
+    long_description=(root / "README.md").read_text(encoding="utf-8"),
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    python_requires=">=3.11",
+    packages=find_packages(include=["mlora", "mlora.*"]),
+    install_requires=[
+        "torch>=2.10",
+        "transformers>=5.17",
+        "safetensors>=0.5",
+        "huggingface_hub>=1.0",
+        "numpy>=2.0",
+        "pyyaml>=6.0",
+    ],
+    extras_require={
+        "verify": ["peft>=0.18"],
+        "demo": ["peft>=0.18", "gguf>=0.17"],
+        "test": [
+            "peft>=0.18",
+            "gguf>=0.17",
+            "pytest>=8",
+            "pytest-timeout",
+            "hypothesis>=6",
+            "ruff==0.17.6",
+            "mypy==2.4.1",
+            "types-PyYAML",
+            "build",
+        ],
+    },
+    entry_points={"console_scripts": ["mlora=mlora.cli:main"]},
+)

@@ -1,0 +1,121 @@
+"""Invariant 1: an adapter's losses, norms and weights are those of transformers + PEFT + torch.optim."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from mlora import parse_config
+from mlora.adapters.optimizer import warmup_steps
+from mlora.adapters.state import AdapterState
+from mlora.data import open_tokens
+from mlora.engine.run import cache_folder
+from mlora.models.tokenizer import load_tokenizer
+from mlora.tasks import SftTask
+from tests.cpu.peft_reference import Reference, exact_norms, train_with_peft
+from tests.cpu.runs import run, write_rows
+from tests.cpu.tiny import VOCAB, save_tiny
+
+STEPS = 40
+
+
+@pytest.fixture
+def exported_exactly(monkeypatch):
+    """The masters themselves: what is exported is rounded to float32."""
+    kept = {}
+    original = AdapterState.matrices
+
+    def spy(self):
+        kept[self.config.name] = original(self)
+        return kept[self.config.name]
+
+    monkeypatch.setattr(AdapterState, "matrices", spy)
+    return kept
+
+
+def _adapters(folder):
+    return [
+        {
+            "name": "wide",
+            "dataset": str(write_rows(folder / "wide.jsonl", 70, seed=1)),
+            "r": 8,
+            "lora_dropout": 0.1,
+            "learning_rate": 5e-3,
+            "max_steps": STEPS,
+            "warmup_steps": 5,
+            "per_device_train_batch_size": 2,
+            "gradient_accumulation_steps": 2,
+            "max_grad_norm": 1.0,
+            "weight_decay": 0.01,
+            "seed": 7,
+        },
+        {
+            "name": "narrow",
+            "dataset": str(write_rows(folder / "narrow.jsonl", 33, seed=2, longest=20)),
+            "r": 4,
+            "lora_alpha": 8,
+            "use_rslora": True,
+            "target_modules": ["q_proj", "v_proj", "down_proj"],
+            "layers_to_transform": [0, 2],
+            "learning_rate": 2e-2,
+            "lr_scheduler_type": "linear",
+            "max_steps": STEPS,
+            "per_device_train_batch_size": 3,
+            "max_grad_norm": 0.5,
+        },
+        {
+            "name": "plain",
+            "dataset": str(write_rows(folder / "plain.jsonl", 20, seed=3)),
+            "r": 16,
+            "optim": "sgd",
+            "target_modules": "all-linear",
+            "learning_rate": 0.5,
+            "lr_scheduler_type": "constant",
+            "max_steps": STEPS,
+            "per_device_train_batch_size": 4,
+        },
+    ]
+
+
+def _reference(model, adapter, dtype) -> Reference:
+    config = parse_config({"base_model": "x", "adapters": [adapter]}).adapters[0]
+    task = SftTask(config.dataset, load_tokenizer(model), 256, VOCAB)
+    data = open_tokens(config.dataset.path, task.encode, task.digest, cache_folder() / "tokens")
+    return train_with_peft(model, config, data, STEPS, warmup_steps(config, STEPS), dtype)
+
+
+def _relative(ours: list[float], theirs: list[float]) -> float:
+    return max(abs(x - y) / abs(y) for x, y in zip(ours, theirs, strict=True))
+
+
+def _distance(matrices, reference: Reference) -> float:
+    """‖w - w_ref‖ / ‖w_ref - w₀‖ over all matrices."""
+    off = moved = 0.0
+    assert 2 * len(matrices) == len(reference.weights)
+    for name, (a, b) in matrices.items():
+        for key, ours in ((f"base_model.model.{name}.lora_A.weight", a), (f"base_model.model.{name}.lora_B.weight", b.T)):
+            off += float((ours.double() - reference.weights[key].double()).square().sum())
+            moved += float((reference.weights[key].double() - reference.start[key].double()).square().sum())
+    return math.sqrt(off / moved)
+
+
+@pytest.mark.parametrize(("dtype", "scalars", "weights"), [("float64", 1e-9, 1e-9), ("float32", 1e-5, 1e-3)])
+def test_three_adapters_together_equal_their_own_peft_runs(
+    tmp_path, monkeypatch, exported_exactly, dtype, scalars, weights
+):
+    if dtype == "float64":
+        exact_norms(monkeypatch)
+    model = save_tiny(tmp_path / "model", "llama3.1")
+    adapters = _adapters(tmp_path)
+    results = run(tmp_path / "run", model, adapters, dtype=dtype, microbatch_tokens=100)
+    for adapter in adapters:
+        reports = results.adapters[adapter["name"]].reports
+        reference = _reference(model, adapter, getattr(torch, dtype))
+        assert reference.losses[-1] < 0.7 * reference.losses[0], "the reference has learnt nothing"
+        if adapter["name"] != "plain":
+            assert max(reference.norms) > adapter["max_grad_norm"], "clipping was never active"
+        assert _relative([r.loss for r in reports], reference.losses) <= scalars
+        assert _relative([r.grad_norm for r in reports], reference.norms) <= scalars
+        assert _distance(exported_exactly[adapter["name"]], reference) <= weights
