@@ -73,6 +73,15 @@ class StepPlan:
 
 
 @dataclass(frozen=True)
+class StepDecision:
+    """How an adapter's step ends on every stage: rate and clip coefficient of the whole adapter, or skipped."""
+
+    learning_rate: float
+    coefficient: float
+    skip: bool
+
+
+@dataclass(frozen=True)
 class Segment:
     """The rows ``[start, stop)`` of a microbatch that belong to one adapter, whole samples of one step in order."""
 

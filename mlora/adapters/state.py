@@ -2,13 +2,12 @@
 
 A layer's tensors lie together: for each merged linear the A of its targeted modules stacked ([R, D] row by row), then
 each B as [r, O]; every layer starts at a multiple of ``BLOCK`` elements. Sums of squares are taken in float64 over
-blocks of that size and then added without rounding (``math.fsum``), so a layer's sum depends on nothing but its
+blocks of that size and then added without rounding (``exact_sum``), so a layer's sum depends on nothing but its
 gradients: neither on the stage cut nor on the number of threads.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
@@ -17,6 +16,7 @@ import torch
 from mlora.adapters.init import initial_matrices
 from mlora.config import AdapterConfig
 from mlora.ops.batch_lora import LoraGroup, LoraPart
+from mlora.ops.exact import exact_sum
 from mlora.ops.random import key_for
 from mlora.types import MERGED_LINEARS, UserError, module_name, padded
 
@@ -125,7 +125,7 @@ class AdapterState:
         sums = []
         for start, stop in zip(self._layer_starts, self._layer_starts[1:], strict=False):
             blocks = self.grad[start:stop].view(-1, BLOCK).double().square().sum(1)
-            sums.append(math.fsum(blocks.tolist()))
+            sums.append(exact_sum(blocks.tolist()))
         return sums
 
     def _lay_out(self, layer: int, start: int) -> int:

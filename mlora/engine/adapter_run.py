@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
 from mlora.adapters.optimizer import clip_coefficient, learning_rate
 from mlora.config import AdapterConfig
 from mlora.data import Sampler, TokenData
-from mlora.pipeline.stage import Stage
-from mlora.types import SampleRef, Segment, StepPlan
+from mlora.ops.exact import exact_sum
+from mlora.types import SampleRef, Segment, StepDecision, StepPlan
 
 State = Literal["waiting", "training", "ended", "failed", "cancelled"]
 
@@ -71,21 +71,17 @@ class AdapterRun:
         """Count a segment's tokens when its backward is done."""
         self._tokens += segment.stop - segment.start
 
-    def close_step(self, stage: Stage, segment: Segment) -> StepReport:
-        """STEP: update the weights, or skip where loss or gradient is not finite; count, and end where it is time.
+    def close_step(self, segment: Segment, loss_sum: float, squares: Sequence[float]) -> StepDecision:
+        """Decide how the step that ``segment`` ends is taken, report it, and end the adapter where it is time.
 
-        A skipped step has used its data and its tick of the learning rate; weights and moments stay.
+        ``loss_sum`` is Σ loss over the step's target tokens, ``squares`` Σ grad² of every layer of the model. A step
+        whose loss or gradient is not finite is skipped: it has used its data and its tick of the learning rate.
         """
-        slot, step = segment.slot, segment.step
-        sums = stage.close_step(slot)
-        loss = _exact_sum(x for part in sums.losses for x in part.double().tolist()) / segment.target_tokens
-        grad_norm = math.sqrt(_exact_sum(sums.squares))
+        step = segment.step
+        loss = loss_sum / segment.target_tokens
+        grad_norm = math.sqrt(exact_sum(squares))
         rate = learning_rate(self.config, step, self.total_steps)
         finite = math.isfinite(loss) and math.isfinite(grad_norm)
-        if finite:
-            stage.apply_step(slot, rate, clip_coefficient(grad_norm, self.config.max_grad_norm))
-        else:
-            stage.discard_step(slot)
         self._count(finite, step)
         report = StepReport(
             adapter=self.config.name,
@@ -99,7 +95,7 @@ class AdapterRun:
             skipped=not finite,
         )
         self.reports.append(report)
-        return report
+        return StepDecision(rate, clip_coefficient(grad_norm, self.config.max_grad_norm) if finite else 0.0, not finite)
 
     def _count(self, finite: bool, step: int) -> None:
         self._nonfinite_in_a_row = 0 if finite else self._nonfinite_in_a_row + 1
@@ -111,9 +107,3 @@ class AdapterRun:
             )
         elif step + 1 == self.total_steps:
             self.state = "ended"
-
-
-def _exact_sum(values: Iterable[float]) -> float:
-    """The sum rounded once, so that it does not depend on the order; not finite where a value is not."""
-    values = list(values)
-    return math.fsum(values) if all(map(math.isfinite, values)) else sum(values)

@@ -65,7 +65,7 @@ class _Run:
         self._dtype = choose_dtype(config.dtype, self._device)
         folder = resolve_base_model(config.base_model)
         self._spec = load_spec(folder)
-        self._tokenizer = load_tokenizer(folder)
+        self._tokenizer = load_tokenizer(folder, self._spec.vocab_size)
         checkpoint = Checkpoint(folder, self._spec)
         self._adapters = [
             _prepare_adapter(i, adapter, self._spec, self._tokenizer) for i, adapter in enumerate(config.adapters)
@@ -106,7 +106,9 @@ class _Run:
                 self._close_step(adapter, segment)
 
     def _close_step(self, adapter: AdapterRun, segment: Segment) -> None:
-        report = adapter.close_step(self._stage, segment)
+        sums = self._stage.close_step(segment.slot)
+        self._stage.step(segment.slot, adapter.close_step(segment, sums.loss, sums.squares))
+        report = adapter.reports[-1]
         self._recorder.step(report, adapter.config)
         decision = self._on_step(report) if self._on_step else None
         if decision is not None and adapter.state == "training":

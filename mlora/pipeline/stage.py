@@ -18,7 +18,8 @@ from mlora.adapters.optimizer import Optimizer
 from mlora.adapters.state import AdapterState
 from mlora.ops.batch_lora import LoraGroup
 from mlora.ops.cross_entropy import linear_cross_entropy
-from mlora.types import IGNORE, MERGED_LINEARS, Microbatch, padded
+from mlora.ops.exact import exact_sum
+from mlora.types import IGNORE, MERGED_LINEARS, Microbatch, StepDecision, padded
 
 Banks = dict[int, dict[str, dict[int, LoraGroup]]]  # layer -> merged linear -> slot -> matrices
 
@@ -48,9 +49,9 @@ class Batch:
 
 @dataclass(frozen=True)
 class StepSums:
-    """One stage's part of a step: Σ loss over its target tokens (last stage only) and Σ grad² per layer."""
+    """One stage's part of a step: Σ loss over its target tokens (0 except on the last stage), Σ grad² of each layer."""
 
-    losses: tuple[torch.Tensor, ...]
+    loss: float
     squares: tuple[float, ...]
 
 
@@ -125,17 +126,16 @@ class Stage:
 
     def close_step(self, slot: int) -> StepSums:
         """What this stage knows of the slot's step once all its B's are done."""
-        losses, self._losses[slot] = tuple(self._losses[slot]), []
-        return StepSums(losses, tuple(self._states[slot].sums_of_squares()))
+        losses, self._losses[slot] = self._losses[slot], []
+        loss = exact_sum(x for part in losses for x in part.double().tolist())
+        return StepSums(loss, tuple(self._states[slot].sums_of_squares()))
 
-    def apply_step(self, slot: int, learning_rate: float, coefficient: float) -> None:
-        """STEP with the clip coefficient of the whole adapter."""
-        self._optimizers[slot].step(learning_rate, coefficient)
-
-    def discard_step(self, slot: int) -> None:
-        """STEP of a skipped step: weights and moments stay as they are."""
-        self._losses[slot] = []
-        self._optimizers[slot].skip()
+    def step(self, slot: int, decision: StepDecision) -> None:
+        """STEP: update the adapter's weights, or leave weights and moments as they are where the step is skipped."""
+        if decision.skip:
+            self._optimizers[slot].skip()
+        else:
+            self._optimizers[slot].step(decision.learning_rate, decision.coefficient)
 
     def _keep_losses(self, batch: Batch, nll_N: torch.Tensor) -> None:
         start = 0
