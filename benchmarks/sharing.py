@@ -90,7 +90,7 @@ class Engine:
         for slot, _ in jobs:
             planner.join(slot, self._one_step(slot))
         rows = dict(jobs)
-        while (microbatch := planner.next()) is not None:
+        while (microbatch := planner.window(1)) != ():
             self.stage.forward(self._batch(microbatch, rows))
             self.stage.backward(microbatch.index)
             for segment in microbatch.segments:

@@ -45,8 +45,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _train(arguments: argparse.Namespace) -> int:
-    config = mlora.load_config(arguments.config, arguments.set)
-    results = mlora.train(config, overwrite=arguments.overwrite)
+    results = mlora.train(arguments.config, overrides=arguments.set, overwrite=arguments.overwrite)
     if results.failed:
         print(f"mlora: failed: {', '.join(results.failed)}", file=sys.stderr)
         return _FAILED

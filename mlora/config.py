@@ -142,6 +142,37 @@ _RANGES: tuple[tuple[str, float, float], ...] = (
 
 
 @dataclass(frozen=True, kw_only=True)
+class PipelineConfig:
+    """How the model is cut over processes. World size = stages × replicas; one of the two may be left out."""
+
+    stages: int | None = None
+    replicas: int | None = None
+    layers: tuple[int, ...] | None = None  # layers of each stage; default: cut by cost
+    in_flight: int | None = None  # 1: S - s microbatches on stage s (1F1B); 2: twice that; default: by the adapters
+    transport: Literal["auto", "local", "gloo", "nccl"] = "auto"  # local: the stages are threads of one process
+
+    def __post_init__(self) -> None:
+        for key in ("stages", "replicas"):
+            if getattr(self, key) is not None and getattr(self, key) < 1:
+                raise UserError(f"pipeline.{key}: {getattr(self, key)} is not a positive number")
+        if self.in_flight not in (None, 1, 2):
+            raise UserError(f"pipeline.in_flight: {self.in_flight} is not 1 or 2")
+
+    def shape(self, world: int) -> tuple[int, int]:
+        """(stages, replicas) for so many processes. Raises UserError where they do not fit."""
+        if self.transport == "local":
+            return self.stages or 1, 1
+        stages = self.stages or max(1, world // (self.replicas or 1))
+        replicas = self.replicas or max(1, world // stages)
+        if stages * replicas != world:
+            raise UserError(
+                f"pipeline: {stages} stages × {replicas} replicas need {stages * replicas} processes, but there "
+                f"{'is' if world == 1 else 'are'} {world}; start with torchrun --nproc-per-node, or change the numbers"
+            )
+        return stages, replicas
+
+
+@dataclass(frozen=True, kw_only=True)
 class RunConfig:
     """A whole run: one frozen model and the adapters trained on it."""
 
@@ -152,6 +183,7 @@ class RunConfig:
     device: Literal["auto", "cpu", "cuda"] = "auto"
     microbatch_tokens: int = 2048  # the most rows of one microbatch; a longer sample goes alone
     max_active: int = 64  # adapters trained at once; the others wait
+    pipeline: PipelineConfig = PipelineConfig()
     recompute: bool = False  # recompute each layer's activations in backward: slower, far less memory
 
     def __post_init__(self) -> None:
@@ -202,11 +234,19 @@ def parse_config(tree: Mapping[str, Any], base: str | Path = ".") -> RunConfig:
         raise UserError("base_model: missing; write a local folder or a hub id such as HuggingFaceTB/SmolLM2-135M")
     adapters = tuple(_adapter(entry, defaults, i, base) for i, entry in enumerate(entries))
     _known(RunConfig, tree, "", also=("defaults", "adapters"))
+    pipeline = _pipeline(tree.pop("pipeline", None) or {})
     values = {key: _convert(RunConfig, key, value, key) for key, value in tree.items()}
     values["output_dir"] = base / values.get("output_dir", RunConfig.output_dir)
     if (base / values["base_model"]).is_dir():
         values["base_model"] = str(base / values["base_model"])
-    return RunConfig(adapters=adapters, **values)
+    return RunConfig(adapters=adapters, pipeline=pipeline, **values)
+
+
+def _pipeline(tree: object) -> PipelineConfig:
+    if not isinstance(tree, Mapping):
+        raise UserError(f"pipeline: expected a block such as {{stages: 2}}, found {_kind(tree)}")
+    _known(PipelineConfig, tree, "pipeline")
+    return PipelineConfig(**{k: _convert(PipelineConfig, k, value, f"pipeline.{k}") for k, value in tree.items()})
 
 
 def _adapter(entry: object, defaults: Mapping[str, Any], index: int, base: Path) -> AdapterConfig:

@@ -34,19 +34,26 @@ def write_adapter(
 ) -> None:
     """Write the adapter's two files into a new ``folder``, which appears only when both read back bit for bit.
 
-    Raises ExportError where a targeted module is missing, a value is not finite, or every B is zero.
+    Raises ExportError where a targeted module is missing, a value is not finite as float32, every B is zero, or the
+    disk does not take the files; nothing is left behind then.
     """
-    _refuse_empty(targets, matrices)
+    tensors = _peft_tensors(matrices)
+    _refuse_empty(targets, matrices, tensors)
+    text = json.dumps(_peft_config(config, base_model, targets), indent=2, sort_keys=True, ensure_ascii=False)
     staging = folder.with_name(f".{folder.name}.partial")
     shutil.rmtree(staging, ignore_errors=True)
-    staging.mkdir(parents=True)
-    tensors = _peft_tensors(matrices)
-    save_file(tensors, staging / _WEIGHTS, metadata={"format": "pt"})
-    text = json.dumps(_peft_config(config, base_model, targets), indent=2, sort_keys=True, ensure_ascii=False)
-    (staging / _CONFIG).write_text(text + "\n", encoding="utf-8")
-    _compare(tensors, _read_tensors(staging / _WEIGHTS), staging / _WEIGHTS)
-    _sync(staging)
-    staging.rename(folder)
+    try:
+        staging.mkdir(parents=True)
+        save_file(tensors, staging / _WEIGHTS, metadata={"format": "pt"})
+        (staging / _CONFIG).write_text(text + "\n", encoding="utf-8")
+        _compare(tensors, _read_tensors(staging / _WEIGHTS), staging / _WEIGHTS)
+        _sync(staging)
+        staging.rename(folder)
+    except (OSError, SafetensorError, UserError) as error:
+        size = sum(tensor.nbytes for tensor in tensors.values())
+        raise ExportError(f"{folder} cannot be written, it needs {size:,} bytes: {error}") from error
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
 
 
 def read_adapter(folder: Path) -> tuple[dict[str, object], dict[str, tuple[torch.Tensor, torch.Tensor]]]:
@@ -69,14 +76,14 @@ def read_adapter(folder: Path) -> tuple[dict[str, object], dict[str, tuple[torch
     return config, matrices
 
 
-def _refuse_empty(targets: tuple[str, ...], matrices: Matrices) -> None:
+def _refuse_empty(targets: tuple[str, ...], matrices: Matrices, tensors: Mapping[str, torch.Tensor]) -> None:
     missing = sorted(set(targets) ^ set(matrices))
     if missing:
         raise ExportError(f"{missing[0]} is targeted but not in the export, or the reverse")
-    for name, (a, b) in matrices.items():
-        if not (bool(a.isfinite().all()) and bool(b.isfinite().all())):
-            raise ExportError(f"{name} holds values that are not finite")
-    if not any(bool(b.any()) for _, b in matrices.values()):
+    for key, tensor in tensors.items():
+        if not bool(tensor.isfinite().all()):
+            raise ExportError(f"{key} holds values that are not finite")
+    if not any(bool(tensor.any()) for key, tensor in tensors.items() if ".lora_B." in key):
         raise ExportError("every B is zero, so the adapter would change nothing; did it train at a rate above 0?")
 
 

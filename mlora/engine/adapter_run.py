@@ -45,6 +45,7 @@ class AdapterRun:
     _planned: int = 0
     _nonfinite_in_a_row: int = 0
     _tokens: int = 0
+    _tokens_of_step: dict[int, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.sampler = Sampler(len(self.data), self.config.seed, self.config.rows_per_step)
@@ -64,12 +65,9 @@ class AdapterRun:
         indices.sort(key=lambda i: (-int(self.data.lengths[i]), i))
         samples = tuple(SampleRef(i, ordinal, int(self.data.lengths[i])) for ordinal, i in enumerate(indices))
         targets = sum(int(self.data.target_tokens[i]) for i in indices)
+        self._tokens_of_step[self._planned] = sum(sample.length for sample in samples)
         self._planned += 1
         return StepPlan(self.index, self._planned - 1, samples, targets)
-
-    def saw(self, segment: Segment) -> None:
-        """Count a segment's tokens when its backward is done."""
-        self._tokens += segment.stop - segment.start
 
     def close_step(self, segment: Segment, loss_sum: float, squares: Sequence[float]) -> StepDecision:
         """Decide how the step that ``segment`` ends is taken, report it, and end the adapter where it is time.
@@ -78,6 +76,7 @@ class AdapterRun:
         whose loss or gradient is not finite is skipped: it has used its data and its tick of the learning rate.
         """
         step = segment.step
+        self._tokens += self._tokens_of_step.pop(step)
         loss = loss_sum / segment.target_tokens
         grad_norm = math.sqrt(exact_sum(squares))
         rate = learning_rate(self.config, step, self.total_steps)

@@ -7,12 +7,11 @@ from collections.abc import Callable
 import torch
 
 from mlora.data import TokenData
-from mlora.pipeline.stage import Batch
 from mlora.types import IGNORE, Microbatch
 
 
-def make_batch(microbatch: Microbatch, data_of: Callable[[int], TokenData], device: torch.device) -> Batch:
-    """Packed ``input_ids`` and targets, [T] each. A row's target is the next token's label inside the same sample."""
+def packed_inputs(microbatch: Microbatch, data_of: Callable[[int], TokenData]) -> tuple[torch.Tensor, torch.Tensor]:
+    """``input_ids_T`` and ``targets_T``, int64 [T]. A row's target is the next token's label in the same sample."""
     input_ids_T = torch.zeros(microbatch.rows, dtype=torch.long)
     targets_T = torch.full((microbatch.rows,), IGNORE, dtype=torch.long)
     for segment in microbatch.segments:
@@ -21,4 +20,4 @@ def make_batch(microbatch: Microbatch, data_of: Callable[[int], TokenData], devi
             input_ids, labels = data.sample(sample.index)
             input_ids_T[first:last] = torch.tensor(input_ids)
             targets_T[first : last - 1] = torch.tensor(labels[1:])
-    return Batch(microbatch, input_ids_T.to(device), targets_T)
+    return input_ids_T, targets_T

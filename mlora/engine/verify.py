@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from mlora.adapters.state import AdapterState
+from mlora.adapters.targets import match_targets
 from mlora.checkpoint.peft_files import read_adapter
-from mlora.config import AdapterConfig, DatasetConfig
+from mlora.config import AdapterConfig, parse_config
 from mlora.engine.device import prepare
 from mlora.models.decoder import Decoder
 from mlora.models.spec import linear_shapes, load_spec
@@ -52,7 +54,7 @@ def verify_run(output_dir: str | Path) -> list[LogitsCheck]:
 
 def _verify(folder: Path) -> LogitsCheck:
     peft_config, matrices = read_adapter(folder)
-    base = resolve_base_model(str(peft_config["base_model_name_or_path"]))
+    base = resolve_base_model(_base_model(peft_config, folder))
     torch.manual_seed(0)
     input_ids = torch.randint(0, load_spec(base).vocab_size, (_ROWS,))
     ours = _engine_logits(base, peft_config, matrices, input_ids, folder)
@@ -63,6 +65,13 @@ def _verify(folder: Path) -> LogitsCheck:
         scale=float(theirs.abs().max()),
         changed=float((theirs - without).abs().max()),
     )
+
+
+def _base_model(peft_config: dict[str, object], folder: Path) -> str:
+    name = peft_config.get("base_model_name_or_path")
+    if not isinstance(name, str) or not name:
+        raise UserError(f"{folder / 'adapter_config.json'}: base_model_name_or_path is missing; write the base model")
+    return name
 
 
 def _engine_logits(
@@ -76,14 +85,9 @@ def _engine_logits(
     prepare(device)
     spec = load_spec(base)
     layers = range(spec.num_layers)
-    config = AdapterConfig(
-        name=folder.name,
-        dataset=DatasetConfig(path=folder),
-        r=int(str(peft_config["r"])),
-        lora_alpha=float(str(peft_config["lora_alpha"])),
-        use_rslora=bool(peft_config["use_rslora"]),
-    )
-    state = AdapterState(config, matrices, linear_shapes(spec), layers, torch.float32, device)
+    config = _adapter_config(peft_config, folder)
+    targets = match_targets(config, spec.num_layers)
+    state = AdapterState(config, targets, linear_shapes(spec), layers, torch.float32, device)
     state.load(matrices)
     stage = Stage(Decoder(spec, Checkpoint(base, spec), layers, torch.float32, device))
     stage.join(0, state)
@@ -91,6 +95,17 @@ def _engine_logits(
     segment = Segment(adapter=0, slot=0, step=0, start=0, samples=sample, target_tokens=1, ends_step=True)
     microbatch = Microbatch(0, (segment,), padded(len(input_ids)))
     return stage.evaluate(Batch(microbatch, input_ids, input_ids))
+
+
+def _adapter_config(peft_config: dict[str, object], folder: Path) -> AdapterConfig:
+    """PEFT's fields that the engine knows, checked as if they stood in a configuration file; nothing is dropped."""
+    names = {field.name for field in dataclasses.fields(AdapterConfig)}
+    known = {key: value for key, value in peft_config.items() if key in names}
+    adapter = {**known, "name": folder.name, "dataset": str(folder), "lora_dropout": 0}
+    try:
+        return parse_config({"base_model": str(folder), "adapters": [adapter]}).adapters[0]
+    except UserError as error:
+        raise UserError(f"{folder / 'adapter_config.json'}: {error}") from None
 
 
 def _peft_logits(base: Path, folder: Path, input_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

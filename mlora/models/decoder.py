@@ -51,6 +51,7 @@ class Decoder:
     ) -> None:
         self.spec, self.layers, self.dtype, self.device = spec, layers, dtype, device
         self.is_first, self.is_last = layers.start == 0, layers.stop == spec.num_layers
+        self.width = spec.hidden_size
         self._layers = {i: _Layer(spec, i, checkpoint.layer(i), dtype, device) for i in layers}
         if self.is_first:
             self.embedding_VD = checkpoint.embedding().to(device, dtype)

@@ -31,6 +31,9 @@ class SliceModel(Protocol):
     is_first: bool
     is_last: bool
     head_VD: torch.Tensor
+    width: int
+    dtype: torch.dtype
+    device: torch.device
 
     def pack(self, microbatch: Microbatch) -> Any: ...
     def embed(self, input_ids_T: torch.Tensor) -> torch.Tensor: ...

@@ -114,7 +114,7 @@ def _groups(texts: Sequence[str]) -> Iterator[list[str]]:
 def _tokens(ids: Sequence[int], offsets: Sequence[tuple[int, int]]) -> Tokens:
     """Byte-level tokenizers leave blanks out of a token's offsets: a token begins where the one before it stops."""
     places = np.array(offsets, dtype=np.int64).reshape(-1, 2)
-    stops = np.maximum.accumulate(places[:, 1])
+    stops = places[:, 1]
     previous = np.concatenate([[0], stops[:-1]]) if len(stops) else stops
     return Tokens(ids=np.array(ids, dtype=np.int64), starts=np.minimum(places[:, 0], previous), stops=stops)
 

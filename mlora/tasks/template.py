@@ -99,13 +99,15 @@ class ChatTemplate:
             )
         except jinja2.TemplateSyntaxError as error:
             raise UserError(f"chat template, line {error.lineno}: {error.message}; mend the template") from None
-        except (jinja2.TemplateError, TypeError) as error:
-            raise row.error(None, f"the chat template refuses this conversation: {error}") from None
+        except (jinja2.TemplateError, TypeError, ValueError) as error:
+            reason = " ".join(str(error).split())
+            raise row.error(None, f"the chat template refuses this conversation: {reason}") from None
         assert isinstance(text, str)
         return text
 
 
 _NO_SPANS = (
-    "this chat template renders earlier messages differently when later ones follow, so the assistant's turns cannot "
-    "be told apart for labelling; write train_on: all, or give another chat_template"
+    "this chat template renders earlier messages differently when later ones follow, or does not begin an answer with "
+    "its own generation prompt, so the assistant's turns cannot be labelled; write train_on: all, or give another "
+    "chat_template"
 )

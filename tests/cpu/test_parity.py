@@ -11,7 +11,7 @@ from mlora import parse_config
 from mlora.adapters.optimizer import warmup_steps
 from mlora.adapters.state import AdapterState
 from mlora.data import open_tokens
-from mlora.engine.run import cache_folder
+from mlora.engine.leader import cache_folder
 from mlora.models.tokenizer import load_tokenizer
 from mlora.tasks import SftTask
 from tests.cpu.peft_reference import Reference, exact_norms, train_with_peft

@@ -1,0 +1,99 @@
+"""The adapters' side of a run, on the first stage: what enters the stream, how steps are taken, who has ended."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Literal
+
+from mlora.config import RunConfig
+from mlora.engine.adapter_run import AdapterRun, StepReport
+from mlora.engine.batches import packed_inputs
+from mlora.engine.recorder import Recorder
+from mlora.pipeline.executor import Entry, Window
+from mlora.pipeline.schedule import Planner
+from mlora.types import Segment, StepDecision
+
+Decision = Literal["end", "cancel"] | None
+OnStep = Callable[[StepReport], Decision]
+
+
+class Coordinator:
+    """Plans windows ahead and decides each step; a decision is a function of its own adapter's steps alone.
+
+    An adapter that ends early may stand in positions that are planned already: they are run, and their STEPs skipped.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        adapters: Sequence[AdapterRun],
+        in_flight: Sequence[int],
+        recorder: Recorder,
+        on_step: OnStep | None,
+    ) -> None:
+        self._adapters, self._recorder, self._on_step = adapters, recorder, on_step
+        self._planner = Planner(config.microbatch_tokens, in_flight)
+        self._window = 1 if len(in_flight) == 1 else 4 * in_flight[0]
+        self._waiting = list(adapters)
+        self._free = list(range(min(config.max_active, len(adapters))))
+        self._slots: dict[int, AdapterRun] = {}
+
+    def windows(self, publish: Callable[[Window | None], None] | None = None) -> Iterator[Window]:
+        """The stream, window by window, until all adapters have ended.
+
+        With ``publish`` each window goes to the other stages while the one before it is under way, and None at the end.
+        """
+        if publish is None:
+            yield from self._planned()
+            return
+        ready: Window | None = None
+        for window in self._planned():
+            publish(window)
+            if ready is not None:
+                yield ready
+            ready = window
+        publish(None)
+        if ready is not None:
+            yield ready
+
+    def _planned(self) -> Iterator[Window]:
+        while True:
+            entries = (*self._leaving(), *self._joining())
+            positions = self._planner.window(self._window)
+            if not entries and not positions:
+                return
+            microbatches = [position.microbatch for position in positions if position.microbatch]
+            inputs = {m.index: packed_inputs(m, lambda adapter: self._adapters[adapter].data) for m in microbatches}
+            yield Window(entries=entries, positions=positions, inputs=inputs)
+
+    def close_step(self, segment: Segment, loss_sum: float, squares: Sequence[float]) -> StepDecision:
+        """How the step that ``segment`` ends is taken; steps beyond an adapter's end are skipped unseen."""
+        adapter = self._adapters[segment.adapter]
+        if adapter.state != "training":
+            return StepDecision(0.0, 0.0, skip=True)
+        decision = adapter.close_step(segment, loss_sum, squares)
+        report = adapter.reports[-1]
+        self._recorder.step(report, adapter.config)
+        wish = self._on_step(report) if self._on_step else None
+        if wish is not None and adapter.state == "training":
+            adapter.state = "ended" if wish == "end" else "cancelled"
+            adapter.reason = f"by on_step after step {report.step}"
+        if adapter.state != "training" and self._slots.get(segment.slot) is adapter:  # the slot may be another's by now
+            self._planner.leave(segment.slot)
+        return decision
+
+    def _leaving(self) -> list[Entry]:
+        left = [slot for slot in self._slots if self._planner.free(slot)]
+        self._free += left
+        return [Entry(joins=False, slot=slot, adapter=self._slots.pop(slot).index) for slot in left]
+
+    def _joining(self) -> list[Entry]:
+        entries = []
+        while self._free and self._waiting:
+            slot, adapter = self._free.pop(0), self._waiting.pop(0)
+            adapter.state = "training"
+            self._slots[slot] = adapter
+            self._recorder.start(adapter.config.name)
+            self._planner.join(slot, adapter.next_step)
+            entries.append(Entry(joins=True, slot=slot, adapter=adapter.index))
+        return entries

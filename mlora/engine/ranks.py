@@ -1,0 +1,117 @@
+"""The stages of a run as threads of one process or as the processes that torchrun started."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import torch
+
+from mlora.engine.device import choose_device, prepare
+from mlora.engine.leader import Leader
+from mlora.engine.results import Results
+from mlora.engine.worker import Job, Worker, model_digest
+from mlora.engine.world import World
+from mlora.models.weights import resolve_base_model
+from mlora.pipeline.transport.base import Transport, TransportError
+from mlora.pipeline.transport.control import Control
+from mlora.pipeline.transport.distributed import distributed_control, distributed_transport
+from mlora.pipeline.transport.liveness import Liveness
+from mlora.pipeline.transport.local import local_controls, local_transports
+from mlora.types import UserError
+
+
+def train_in_threads(leader: Leader) -> Results:
+    """All stages in this process, on one device: stage 0 in this thread, each other stage in its own."""
+    device = choose_device(leader.job.config.device)
+    prepare(device)
+    stages = len(leader.job.in_flight)
+    if stages == 1:
+        return leader.run(device, None, None)
+    transports, controls = local_transports(stages, device), local_controls(stages)
+    with ThreadPoolExecutor(stages - 1, thread_name_prefix="stage") as threads:
+        others = [
+            threads.submit(_follow_or_abort, leader.job, device, transport, control)
+            for transport, control in zip(transports[1:], controls[1:], strict=True)
+        ]
+        try:
+            return leader.run(device, transports[0], controls[0])
+        except BaseException:
+            transports[0].abort()
+            controls[0].abort()
+            _raise_first(others)
+            raise
+
+
+def train_in_processes(world: World, lead: Callable[[int], Leader]) -> Results:
+    """One stage per process. A process that dies or raises ends all others; the first real error is shown last."""
+    store = world.open_store()
+    with Liveness(store, world.rank, world.size) as watch:
+        control = distributed_control(store, world.rank, world.size)
+        watch.abort_on_failure(control.abort)
+        leader = lead(world.size) if world.rank == 0 else None
+        job = _share(control, leader.job if leader else None)
+        device = _device_of(job, world)
+        prepare(device)
+        backend = job.config.pipeline.transport
+        named = backend if backend in ("gloo", "nccl") else None
+        transport = distributed_transport(store, range(world.size), world.rank, device, named)
+        watch.abort_on_failure(transport.abort)
+        if leader is not None:
+            results = leader.run(device, transport, control)
+            control.publish(results)
+        else:
+            follow(job, device, transport, control)
+            results = control.next()
+        transport.close()
+        control.close()
+        return results
+
+
+def follow(job: Job, device: torch.device, transport: Transport, control: Control) -> None:
+    """Run a stage behind the first, window by window, until the leader ends the stream."""
+    _check_model(job)
+    worker = Worker(job, device, transport, lambda entry, matrices: control.send_tensors(matrices))
+    worker.run(iter(control.next, None))
+
+
+def _follow_or_abort(job: Job, device: torch.device, transport: Transport, control: Control) -> None:
+    try:
+        follow(job, device, transport, control)
+    except BaseException:
+        transport.abort()
+        control.abort()
+        raise
+
+
+def _raise_first(others: list[Future[None]]) -> None:
+    """Raise a stage's own error rather than the broken connection that it left to the others."""
+    errors = [error for other in others if (error := other.exception()) is not None]
+    for error in errors:
+        if not isinstance(error, TransportError):
+            raise error
+
+
+def _share(control: Control, job: Job | None) -> Job:
+    if job is None:
+        return control.next()
+    control.publish(job)
+    return job
+
+
+def _device_of(job: Job, world: World) -> torch.device:
+    device = choose_device(job.config.device)
+    if device.type == "cpu":
+        return device
+    device = torch.device("cuda", world.local_rank % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    return device
+
+
+def _check_model(job: Job) -> None:
+    if model_digest(resolve_base_model(job.config.base_model)) != job.model_digest:
+        raise UserError(
+            f"base_model: {job.config.base_model} on {socket.gethostname()} is not the model that the first rank has; "
+            "copy the same files to every host"
+        )

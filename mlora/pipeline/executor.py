@@ -1,0 +1,239 @@
+"""The interpreter of a stage's row: one loop for one stage or many, in a process or over a network.
+
+Messages. Down with F: the rows ``[T, D]`` of the microbatch, then three float64 numbers for each STEP that the position
+carries (rate, coefficient, skip). Up with B: dX ``[T, D]``, then for each step that ends in the microbatch Σ loss and
+Σ grad² of every layer from the sender's first to the model's last. Shapes follow from the stream, so none travels.
+
+Letters: T packed rows, D model dim.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from mlora.pipeline.schedule import Action, Position, StageRow, StepRef, Timed, drain
+from mlora.pipeline.stage import Batch, Stage
+from mlora.pipeline.transport.base import Direction, Pending, Spec, Transport
+from mlora.types import Microbatch, Segment, StepDecision
+
+_AHEAD = 8  # actions of the row that are looked at early, so that their receives are posted before they are due
+
+
+@dataclass(frozen=True, kw_only=True)
+class Entry:
+    """A change of the stream that every stage meets before the same position: an adapter joins or leaves its slot."""
+
+    joins: bool
+    slot: int
+    adapter: int
+    exports: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Window:
+    """A planned part of the stream with its tokens, as plain data. ``inputs`` are ids and targets by position."""
+
+    entries: tuple[Entry, ...]
+    positions: tuple[Position, ...]
+    inputs: Mapping[int, tuple[torch.Tensor, torch.Tensor]]
+
+
+@dataclass(frozen=True)
+class _Sums:
+    """What is known of a step that ends: its segment, Σ loss, Σ grad² of the layers from this stage's first on."""
+
+    segment: Segment
+    loss: float
+    squares: tuple[float, ...]
+
+
+CloseStep = Callable[[Segment, float, Sequence[float]], StepDecision]
+
+
+class Executor:
+    """Runs one stage's row.
+
+    Args:
+        stage: the slice of the model with its adapters.
+        transport: this stage's messages; None where there is one stage.
+        in_flight: w(s) of every stage.
+        first_layers: the first layer of every stage, and behind them the number of layers.
+        meet: called for every entry of the stream, in its place.
+        close_step: on stage 0, decides how a step is taken.
+    """
+
+    def __init__(
+        self,
+        stage: Stage,
+        transport: Transport | None,
+        in_flight: Sequence[int],
+        first_layers: Sequence[int],
+        meet: Callable[[Entry], None],
+        close_step: CloseStep | None = None,
+    ) -> None:
+        index = transport.stage if transport else 0
+        self._stage, self._transport, self._index = stage, transport, index
+        self._in_flight, self._layers = in_flight, first_layers
+        self._meet, self._close_step = meet, close_step
+        self._row = StageRow(index, in_flight)
+        self._positions: dict[int, Position] = {}
+        self._inputs: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._pending: dict[tuple[str, int], Pending] = {}
+        self._arrived: dict[int, torch.Tensor] = {}
+        self._leaving: dict[int, torch.Tensor] = {}
+        self._sums: dict[StepRef, _Sums] = {}
+        self._decisions: dict[StepRef, StepDecision] = {}
+        self.timeline: list[Timed] = []
+        self._do = {
+            "F": self._forward,
+            "E": self._evaluate,
+            "B": self._backward,
+            "STEP": self._step,
+            "SEND_F": self._send_forward,
+            "RECV_F": self._receive_forward,
+            "SEND_B": self._send_backward,
+            "RECV_B": self._receive_backward,
+        }
+
+    def run(self, windows: Iterable[Window]) -> None:
+        """Walk the stream to its end."""
+        index = 0
+        for window in windows:
+            for entry in window.entries:
+                self._meet(entry)
+            self._inputs.update(window.inputs)
+            self._walk(window.positions)
+            index = window.positions[-1].index + 1 if window.positions else index
+        self._walk(drain(index, self._in_flight))
+
+    def _walk(self, positions: Sequence[Position]) -> None:
+        """All actions of these positions. A stage never waits for the next window with an action of this one undone:
+        the stage that plans it may be waiting for just that."""
+        recent = {i: old for i, old in self._positions.items() if i >= max(self._positions) - self._in_flight[0]}
+        self._positions = recent | {position.index: position for position in positions}
+        actions = [action for position in positions for action in self._row.tick(position)]
+        posted = 0
+        for done, action in enumerate(actions):
+            while posted < min(done + _AHEAD, len(actions)):
+                self._post(actions[posted])
+                posted += 1
+            start = time.perf_counter()
+            self._do[action.kind](action)
+            self.timeline.append(Timed(action, start, time.perf_counter()))
+
+    def _post(self, item: Action) -> None:
+        if not item.kind.startswith("RECV"):
+            return
+        assert self._transport is not None and item.position is not None
+        down = item.kind == "RECV_F"
+        specs = self._forward_specs(item.position) if down else self._backward_specs(item.position)
+        direction = Direction.FORWARD if down else Direction.BACKWARD
+        self._pending[item.kind, item.position] = self._transport.receive(direction, specs)
+
+    def _forward_specs(self, index: int) -> list[Spec]:
+        position = self._positions[index]
+        specs = [self._rows_spec(position.microbatch)] if position.microbatch else []
+        return specs + [Spec((len(position.steps), 3), torch.float64)] if position.steps else specs
+
+    def _backward_specs(self, index: int) -> list[Spec]:
+        microbatch = self._positions[index].microbatch
+        assert microbatch is not None
+        ended = len(_ended(microbatch))
+        numbers = 1 + self._layers[-1] - self._layers[self._index + 1]
+        specs = [self._rows_spec(microbatch)]
+        return [*specs, Spec((ended, numbers), torch.float64)] if ended else specs
+
+    def _rows_spec(self, microbatch: Microbatch) -> Spec:
+        return Spec((microbatch.rows, self._stage.model.width), self._stage.model.dtype)
+
+    def _receive_forward(self, action: Action) -> None:
+        position = self._positions[_place(action)]
+        tensors = list(self._pending.pop(("RECV_F", position.index)).wait())
+        if position.microbatch:
+            self._arrived[position.index] = tensors.pop(0)
+        for ref, numbers in zip(position.steps, tensors[0].tolist() if position.steps else [], strict=True):
+            rate, coefficient, skip = numbers
+            self._decisions[ref] = StepDecision(rate, coefficient, bool(skip))
+
+    def _send_forward(self, action: Action) -> None:
+        position = self._positions[_place(action)]
+        tensors = [self._leaving.pop(position.index)] if position.microbatch else []
+        if position.steps:
+            decisions = [self._decisions.pop(ref) for ref in position.steps]
+            rows = [(d.learning_rate, d.coefficient, float(d.skip)) for d in decisions]
+            tensors.append(torch.tensor(rows, dtype=torch.float64, device=self._stage.model.device))
+        assert self._transport is not None
+        self._transport.send(Direction.FORWARD, tensors)
+
+    def _receive_backward(self, action: Action) -> None:
+        index = _place(action)
+        tensors = self._pending.pop(("RECV_B", index)).wait()
+        self._arrived[index] = tensors[0]
+        ended = _ended(action.microbatch)
+        for segment, (loss, *squares) in zip(ended, tensors[1].tolist() if ended else [], strict=True):
+            self._sums[_ref(segment)] = _Sums(segment, loss, tuple(squares))
+
+    def _send_backward(self, action: Action) -> None:
+        index = _place(action)
+        tensors = [self._leaving.pop(index)]
+        ended = [self._sums.pop(_ref(segment)) for segment in _ended(action.microbatch)]
+        if ended:
+            rows = [(sums.loss, *sums.squares) for sums in ended]
+            tensors.append(torch.tensor(rows, dtype=torch.float64, device=self._stage.model.device))
+        assert self._transport is not None
+        self._transport.send(Direction.BACKWARD, tensors)
+
+    def _forward(self, action: Action) -> None:
+        index = _place(action)
+        out = self._stage.forward(self._batch(action), self._arrived.pop(index, None))
+        if out is not None:
+            self._leaving[index] = out
+
+    def _evaluate(self, action: Action) -> None:
+        index = _place(action)
+        out = self._stage.evaluate(self._batch(action), self._arrived.pop(index, None))
+        if not self._stage.model.is_last:
+            self._leaving[index] = out
+
+    def _backward(self, action: Action) -> None:
+        index = _place(action)
+        dx_TD = self._stage.backward(index, self._arrived.pop(index, None))
+        if self._index > 0:
+            self._leaving[index] = dx_TD
+        for segment in _ended(action.microbatch):
+            own, ref = self._stage.close_step(segment.slot), _ref(segment)
+            later = self._sums.get(ref, _Sums(segment, own.loss, ()))
+            self._sums[ref] = _Sums(segment, later.loss, (*own.squares, *later.squares))
+
+    def _step(self, action: Action) -> None:
+        ref = action.step
+        assert ref is not None
+        if self._close_step is not None:
+            sums = self._sums.pop(ref)
+            self._decisions[ref] = self._close_step(sums.segment, sums.loss, sums.squares)
+        self._stage.step(ref.slot, self._decisions[ref])
+        if self._stage.model.is_last:
+            del self._decisions[ref]
+
+    def _batch(self, action: Action) -> Batch:
+        assert action.microbatch is not None
+        input_ids_T, targets_T = self._inputs.pop(action.microbatch.index)
+        return Batch(action.microbatch, input_ids_T.to(self._stage.model.device), targets_T)
+
+
+def _place(action: Action) -> int:
+    assert action.position is not None
+    return action.position
+
+
+def _ended(microbatch: Microbatch | None) -> list[Segment]:
+    assert microbatch is not None
+    return [segment for segment in microbatch.segments if segment.ends_step]
+
+
+def _ref(segment: Segment) -> StepRef:
+    return StepRef(adapter=segment.adapter, slot=segment.slot, step=segment.step)

@@ -1,0 +1,262 @@
+"""Stages as processes: links of two ranks each, over gloo on CPUs and NCCL on GPUs.
+
+Every neighbour and direction has a process group of its own. A two-rank group carries one-way traffic only, so an
+early receive never stands in front of a send, and no group is created in the middle of training, where one side
+might wait for the other in vain.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from queue import SimpleQueue
+from typing import Any, Literal, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mlora.pipeline.transport.base import OPERATION_TIMEOUT, Direction, Link, Spec, Transport, TransportError
+from mlora.pipeline.transport.control import Control
+
+Message = tuple[Tensor, ...]
+T = TypeVar("T")
+
+
+def distributed_transport(
+    store: dist.Store,
+    ranks: Sequence[int],
+    rank: int,
+    device: torch.device | str = "cpu",
+    backend: Literal["gloo", "nccl"] | None = None,
+) -> Transport:
+    """The Transport of ``rank``, connected to its neighbours when this returns.
+
+    ``ranks`` are the global ranks of one replica in stage order; all of them must call. The default backend is NCCL
+    for a CUDA device and gloo for the CPU; gloo on a CUDA device goes through host memory. Raises TransportError.
+    """
+    device = torch.device(device)
+    stage, links = ranks.index(rank), {}
+    # Edges 0, 2, 4 … connect at the same time, then 1, 3, 5 …: no stage waits for a chain of others.
+    for edge in sorted(range(max(stage - 1, 0), min(stage + 1, len(ranks) - 1)), key=lambda e: e % 2):
+        neighbour = edge + 1 if stage == edge else edge
+        for direction in Direction:
+            group_store = dist.PrefixStore(f"transport/{ranks[0]}/{edge}/{direction.name}", store)
+            peer = f"stage {neighbour} (rank {ranks[neighbour]})"
+            make = _link_class(device, backend)
+            links[direction, neighbour] = make(group_store, side=stage - edge, peer=peer, device=device)
+    return Transport(stage, len(ranks), links)
+
+
+def distributed_control(store: dist.Store, rank: int, world: int) -> Control:
+    """The Control of ``rank`` over gloo; all ranks must call. Raises TransportError."""
+    links: dict[int, Link] = {}
+    for other in range(1, world) if rank == 0 else (rank,):
+        peer = other if rank == 0 else 0
+        group_store = dist.PrefixStore(f"control/{other}", store)
+        links[peer] = GlooLink(group_store, side=int(rank > 0), peer=f"rank {peer}", device=torch.device("cpu"))
+    return Control(rank, world, links)
+
+
+def _link_class(device: torch.device, backend: str | None) -> Callable[..., Link]:
+    backend = backend or ("nccl" if device.type == "cuda" else "gloo")
+    return NcclLink if backend == "nccl" else GlooLink
+
+
+class GlooLink:
+    """A link between two ranks over gloo. ``side`` is 0 on one of them and 1 on the other."""
+
+    def __init__(self, store: dist.Store, side: int, peer: str, device: torch.device) -> None:
+        self._peer, self._other, self._device = peer, 1 - side, device
+        self._group: Any = _raising(peer, dist.ProcessGroupGloo, store, side, 2, OPERATION_TIMEOUT)
+        self._sends = _Completer(peer)
+        self._receives = _Completer(peer)
+
+    def send(self, tensors: Sequence[Tensor]) -> None:
+        self._sends.check()
+        host = tuple(tensor.detach().to("cpu").contiguous() for tensor in tensors)
+        self._sends.submit(self._post(self._group.send, host), host)
+
+    def receive(self, specs: Sequence[Spec]) -> GlooPending:
+        self._receives.check()
+        host = tuple(torch.empty(spec.shape, dtype=spec.dtype) for spec in specs)
+        return GlooPending(self._receives.submit(self._post(self._group.recv, host), host), self._device)
+
+    def close(self) -> None:
+        self._sends.drain()
+        self._sends.stop()
+        self._receives.stop()
+
+    def abort(self) -> None:
+        self._sends.abort("the transport was aborted")
+        self._receives.abort("the transport was aborted")
+
+    def _post(self, operation: Callable[..., dist.Work], host: Message) -> list[dist.Work]:
+        return [_raising(self._peer, operation, [tensor], self._other, 0) for tensor in host if tensor.numel()]
+
+
+@dataclass(frozen=True)
+class GlooPending:
+    """A receive posted on a GlooLink."""
+
+    future: Future[Message]
+    device: torch.device
+
+    def wait(self) -> Message:
+        return tuple(tensor.to(self.device) for tensor in self.future.result())
+
+
+class _Completer:
+    """Waits for posted works in order, in a thread of its own.
+
+    Gloo knows that a work is done only by waiting for it, and nothing can wake a thread that does. So this one waits
+    instead of the caller: the caller waits for a future, which an abort can end, and sent tensors are let go of when
+    they have left.
+    """
+
+    def __init__(self, peer: str) -> None:
+        self._peer = peer
+        self._jobs: SimpleQueue[tuple[list[dist.Work], Message, Future[Message]] | None] = SimpleQueue()
+        self._open: deque[Future[Message]] = deque()
+        self._lock = threading.Lock()
+        self._error: str | None = None
+        self._thread: threading.Thread | None = None
+
+    def submit(self, works: list[dist.Work], message: Message) -> Future[Message]:
+        """A future that holds ``message`` when all works are done."""
+        future: Future[Message] = Future()
+        with self._lock:
+            self.check()
+            self._open.append(future)
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name=f"messages of {self._peer}", daemon=True)
+            self._thread.start()
+        self._jobs.put((works, message, future))
+        return future
+
+    def check(self) -> None:
+        """Raise TransportError if a work failed or this was aborted."""
+        if self._error:
+            raise TransportError(self._error)
+
+    def drain(self) -> None:
+        """Wait for all that was submitted."""
+        with self._lock:
+            self.check()
+            last = self._open[-1] if self._open else None
+        if last:
+            last.result()
+
+    def stop(self) -> None:
+        """End the thread when it has nothing left to wait for."""
+        self._jobs.put(None)
+
+    def abort(self, reason: str) -> None:
+        with self._lock:
+            self._error = self._error or reason
+            while self._open:
+                self._open.popleft().set_exception(TransportError(self._error))
+
+    def _run(self) -> None:
+        while job := self._jobs.get():
+            works, message, future = job
+            try:
+                for work in works:
+                    _raising(self._peer, work.wait)
+            except TransportError as error:
+                self.abort(str(error))
+                return
+            with self._lock:
+                if self._error:
+                    return
+                self._open.popleft()
+            future.set_result(message)
+            del job, works, message, future  # the queue's next wait must not keep a sent message alive
+
+
+class NcclLink:
+    """A one-way link between two ranks over NCCL."""
+
+    def __init__(self, store: dist.Store, side: int, peer: str, device: torch.device) -> None:
+        self._peer, self._other, self._device = peer, 1 - side, device
+        # A high priority keeps a receive that waits on the GPU out of the hardware queues of the computation.
+        options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+        options._timeout = OPERATION_TIMEOUT
+        self._group: Any = _raising(peer, dist.ProcessGroupNCCL, store, side, 2, options)
+        self._unsent: deque[tuple[list[dist.Work], Message]] = deque()
+        self._aborted = False
+        self._connect(side)
+
+    def send(self, tensors: Sequence[Tensor]) -> None:
+        message = tuple(tensor.detach().to(self._device).contiguous() for tensor in tensors)
+        self._forget_sent()
+        self._unsent.append((self._post(self._group.send, message), message))
+
+    def receive(self, specs: Sequence[Spec]) -> NcclPending:
+        self._forget_sent()
+        message = tuple(torch.empty(spec.shape, dtype=spec.dtype, device=self._device) for spec in specs)
+        return NcclPending(self, self._post(self._group.recv, message), message)
+
+    def close(self) -> None:
+        while self._unsent:
+            self.wait_for(self._unsent.popleft()[0])
+        torch.cuda.current_stream(self._device).synchronize()
+        self.check()
+        _raising(self._peer, self._group.shutdown)
+
+    def abort(self) -> None:
+        self._aborted = True
+        self._group.abort()
+
+    def wait_for(self, works: Sequence[dist.Work]) -> None:
+        """Let the current stream wait for the works."""
+        for work in works:
+            self.check()
+            _raising(self._peer, work.wait)
+        self.check()
+
+    def check(self) -> None:
+        """Raise TransportError if the link was aborted: what came in since may be anything."""
+        if self._aborted:
+            raise TransportError("the transport was aborted")
+
+    def _connect(self, side: int) -> None:
+        """Exchange one number: NCCL makes the communicator with the first message, and both sides must be there."""
+        operation = self._group.recv if side else self._group.send
+        self.wait_for(self._post(operation, (torch.zeros(1, device=self._device),)))
+        torch.cuda.current_stream(self._device).synchronize()
+
+    def _post(self, operation: Callable[..., dist.Work], message: Message) -> list[dist.Work]:
+        self.check()
+        return [_raising(self._peer, operation, [tensor], self._other, 0) for tensor in message if tensor.numel()]
+
+    def _forget_sent(self) -> None:
+        while self._unsent and all(work.is_completed() for work in self._unsent[0][0]):
+            self._unsent.popleft()
+
+
+@dataclass(frozen=True)
+class NcclPending:
+    """A receive posted on an NcclLink."""
+
+    link: NcclLink
+    works: list[dist.Work]
+    message: Message
+
+    def wait(self) -> Message:
+        self.link.wait_for(self.works)
+        return self.message
+
+
+def _raising(peer: str, call: Callable[..., T], *args: object) -> T:
+    """The call's result; torch's errors become a TransportError of one line that names the peer."""
+    try:
+        return call(*args)
+    except RuntimeError as error:
+        text = " ".join(str(error).split())
+        if any(sign in text for sign in ("closed by peer", "reset by peer", "Broken pipe")):
+            text = "the connection was closed: its process has ended"
+        raise TransportError(f"{peer}: {text[:300]}") from error

@@ -1,0 +1,228 @@
+"""Who is still alive, and what failed first.
+
+Every rank counts up a key of its own in the store, from a thread, so that long work in the main thread looks like
+life as long as it lets go of Python's lock now and then (sleeping, disk, compilers and kernels do). Operations have
+their own, far longer timeouts. A rank that stops counting, a reported failure, or a store that does not answer ends
+every rank: the stages of a pipeline are of no use without each other.
+"""
+
+from __future__ import annotations
+
+import atexit
+import faulthandler
+import os
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from types import TracebackType
+
+import torch.distributed as dist
+
+from mlora.pipeline.transport.base import TransportError
+from mlora.pipeline.transport.board import Board, Failure
+from mlora.types import UserError
+
+_START_S = 300.0  # a rank may start this much after another: importing torch from a cold disk takes minutes
+
+
+class Liveness:
+    """One rank's watch over the run: a context manager around everything that the rank does.
+
+    Leaving it without an exception marks a clean end. Leaving it with one reports the exception, aborts, prints the
+    first real failure of the run as the last line, and raises SystemExit(1). Make and close transports inside it, so
+    that a failure is reported before their connections go, and name their ``abort`` with ``abort_on_failure``.
+
+    The watch has its own connections to ``store``. A peer silent for ``silent_s`` seconds counts as dead.
+    ``on_failure`` is called once, in a thread of the watch, with one line, when another rank has failed; the default
+    prints it, aborts, and ends the process with code 1 if it still runs ``grace_s`` seconds later.
+    """
+
+    def __init__(
+        self,
+        store: dist.Store,
+        rank: int,
+        world: int,
+        *,
+        on_failure: Callable[[str], None] | None = None,
+        silent_s: float = 40.0,
+        beat_s: float = 2.0,
+        grace_s: float = 10.0,
+    ) -> None:
+        self._rank, self._world, self._host = rank, world, socket.gethostname()
+        self._silent_s, self._beat_s, self._grace_s = silent_s, beat_s, grace_s
+        self._on_failure = on_failure or self._end
+        self._aborts: list[Callable[[], None]] = []
+        self._lock = threading.Lock()
+        self._known: Failure | None = None  # the first failure that this rank has met, its own or another's
+        self._stop = threading.Event()
+        self._board = Board(store)
+        self._board.set_host(rank, self._host)
+        self._last_round = time.monotonic()
+        for target, arguments in ((self._beat, (Board(store),)), (self._watch_store, ())):
+            threading.Thread(target=target, args=arguments, name="liveness", daemon=True).start()
+
+    def abort_on_failure(self, abort: Callable[[], None]) -> None:
+        """Call ``abort`` (a transport's, a control's) when the run fails; at once if it already has."""
+        with self._lock:
+            self._aborts.append(abort)
+            failed = self._known is not None
+        if failed:
+            abort()
+
+    def finish(self) -> None:
+        """Mark a clean end: from now on this rank's silence means nothing.
+
+        Rank 0 returns when all others have finished too, since the store may end with it. Raises SystemExit(1) if
+        the run fails meanwhile.
+        """
+        try:
+            self._mark_finished()
+        except RuntimeError as error:
+            self._claim(_store_gone(error))
+        if self._known is not None:
+            self._arm_exit()
+            self._show_first()
+            raise SystemExit(1)
+
+    def report_failure(self, error: BaseException) -> None:
+        """Write the error into the store for all ranks, abort, and print the run's first real failure as last line.
+
+        The process ends ``grace_s`` seconds later, whatever it does.
+        """
+        self._arm_exit()
+        failure = self._failure(error)
+        if self._claim(failure) or not failure.consequence:
+            self._print(failure.reason)
+            _unless_gone(lambda: self._board.report(failure))
+        self._abort()
+        self._show_first()
+
+    def __enter__(self) -> Liveness:
+        return self
+
+    def __exit__(self, _: object, error: BaseException | None, __: TracebackType | None) -> None:
+        if error is None or (isinstance(error, SystemExit) and not error.code):
+            self.finish()
+            return
+        self.report_failure(error)
+        raise SystemExit(1) from None
+
+    def _mark_finished(self) -> None:
+        if self._rank:
+            self._stop.set()  # first: once all are marked, rank 0 may end and take the store with it
+        self._board.mark("finished", self._rank)
+        others = range(1, self._world)
+        while self._rank == 0 and self._known is None and not self._board.all_marked("finished", others, self._beat_s):
+            continue
+        self._stop.set()
+
+    def _failure(self, error: BaseException) -> Failure:
+        plain = isinstance(error, UserError)
+        text = " ".join(str(error).split())
+        return Failure(
+            rank=self._rank,
+            host=self._host,
+            reason=text if plain else f"{type(error).__name__}: {text}".removesuffix(": "),
+            trace="" if plain else "".join(traceback.format_exception(error)),
+            consequence=isinstance(error, TransportError),
+        )
+
+    def _beat(self, board: Board) -> None:
+        heard = {peer: (0, time.monotonic()) for peer in range(self._world) if peer != self._rank}
+        try:
+            while not self._stop.is_set():
+                board.beat(self._rank)
+                if failure := board.first_failure() or self._silent_peer(board, heard):
+                    self._notice(failure)
+                    return
+                self._last_round = time.monotonic()
+                self._stop.wait(self._beat_s)
+        except RuntimeError as error:
+            if not self._stop.is_set():
+                self._notice(_store_gone(error))
+
+    def _silent_peer(self, board: Board, heard: dict[int, tuple[int, float]]) -> Failure | None:
+        """Look at all peers' counts; a Failure, also reported, for one that is silent too long and has not finished."""
+        for peer, (count, since) in heard.items():
+            now_count, now = board.beats(peer), time.monotonic()
+            limit = self._silent_s if count else _START_S
+            if now_count != count:
+                heard[peer] = (now_count, now)
+            elif now - since > limit and not board.marked("finished", peer):
+                failure = Failure(rank=peer, host=board.host(peer), reason=f"silent for {limit:g} s")
+                board.report(failure)
+                return failure
+        return None
+
+    def _watch_store(self) -> None:
+        """A host that lost its power closes no socket: the beating thread then hangs in the store."""
+        while not self._stop.wait(self._beat_s):
+            if time.monotonic() - self._last_round > self._silent_s:
+                self._notice(Failure(rank=0, host="", reason=f"its store has not answered for {self._silent_s:g} s"))
+                return
+
+    def _claim(self, failure: Failure) -> bool:
+        """Whether ``failure`` is the first that this rank meets."""
+        with self._lock:
+            first = self._known is None
+            self._known = self._known or failure
+        return first
+
+    def _notice(self, failure: Failure) -> None:
+        if self._claim(failure):
+            self._on_failure(failure.line)
+
+    def _end(self, line: str) -> None:
+        self._arm_exit()
+        self._print(f"stopping: {line}")
+        self._abort()
+
+    def _arm_exit(self) -> None:
+        """End the process without its clean-up, which fails beside threads that wait in an aborted connection.
+
+        A thread outside Python does it after the grace time, even if the process hangs in a collective.
+        """
+        atexit.register(os._exit, 1)
+        faulthandler.dump_traceback_later(self._grace_s, exit=True, file=os.open(os.devnull, os.O_WRONLY))
+
+    def _abort(self) -> None:
+        with self._lock:
+            aborts, self._aborts = self._aborts, []
+        for abort in aborts:
+            abort()
+
+    def _show_first(self) -> None:
+        """Print the run's first failure; rank 0, whose store may end with it, then waits until all others have too."""
+        failure, others = self._first_failure(), range(1, self._world)
+        if not failure.consequence and self._rank in (0, failure.rank):
+            self._print(failure.trace.rstrip() or failure.reason)
+        _unless_gone(lambda: self._board.mark("shown", self._rank))  # before the line: torch logs a lost store
+        self._print(f"stopped: {failure.line}")
+        if self._rank == 0:
+            _unless_gone(lambda: self._board.all_marked("shown", others, 3 * self._beat_s))
+
+    def _first_failure(self) -> Failure:
+        assert self._known is not None
+        try:
+            return self._board.first_failure(self._beat_s) or self._known
+        except RuntimeError as error:
+            return _store_gone(error) if self._known.consequence else self._known
+
+    def _print(self, text: str) -> None:
+        sys.stderr.write(f"rank {self._rank}: {text}\n")
+        sys.stderr.flush()
+
+
+def _unless_gone(call: Callable[[], object]) -> None:
+    """Call, or do nothing when the store is gone: there is then nobody to tell."""
+    with suppress(RuntimeError):
+        call()
+
+
+def _store_gone(error: RuntimeError) -> Failure:
+    text = " ".join(str(error).split())[:200]
+    return Failure(rank=0, host="", reason=f"its process or host has ended, the store is gone: {text}")

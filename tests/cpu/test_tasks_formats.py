@@ -1,0 +1,174 @@
+import re
+
+import pytest
+
+from mlora.tasks.formats import FORMATS
+from mlora.types import UserError
+from tests.cpu.data_helpers import CHATML, chat, encode_one, make_row, make_task, make_tokenizer, spans
+
+ROWS = {
+    "text": {"text": "the cat"},
+    "prompt_completion": {"prompt": "the cat", "completion": " sat"},
+    "question_answer": {"question": "the cat?", "answer": "sat"},
+    "alpaca": {"instruction": "the cat?", "output": "sat"},
+    "dolly": {"instruction": "the cat?", "response": "sat"},
+    "messages": {"messages": chat("the cat?", "sat")},
+    "sharegpt": {"conversations": [{"from": "human", "value": "the cat?"}, {"from": "gpt", "value": "sat"}]},
+}
+
+
+def whole_text(template, **columns):
+    """The decoded tokens of a row."""
+    tokenizer = make_tokenizer(template)
+    return tokenizer.decode(encode_one(make_task(tokenizer), **columns).input_ids)
+
+
+def test_there_is_a_row_for_every_format():
+    assert ROWS.keys() == FORMATS.keys()
+
+
+@pytest.mark.parametrize("name", list(ROWS))
+def test_auto_guesses_what_the_format_says(name):
+    tokenizer = make_tokenizer(CHATML)
+    named = encode_one(make_task(tokenizer, format=name), **ROWS[name])
+    assert encode_one(make_task(tokenizer), **ROWS[name], extra=1) == named
+
+
+@pytest.mark.parametrize(
+    "columns, text",
+    [
+        ({"text": "the cat"}, "<s>the cat</s>"),
+        ({"prompt": "the cat", "completion": " sat"}, "<s>the cat sat</s>"),
+        ({"question": "the cat?", "answer": "sat"}, "<s>Question: the cat?\nAnswer: sat</s>"),
+        ({"instruction": "a", "output": "b"}, "<s>### Instruction:\na\n\n### Response:\nb</s>"),
+        ({"instruction": "a", "input": "c", "output": "b"},
+         "<s>### Instruction:\na\n\n### Input:\nc\n\n### Response:\nb</s>"),
+        ({"instruction": "a", "context": "c", "response": "b"},
+         "<s>### Instruction:\na\n\n### Input:\nc\n\n### Response:\nb</s>"),
+        ({"instruction": "a", "system": "s", "history": [["x", "y"]], "output": "b"},
+         "<s>s\n\n### Instruction:\nx\n\n### Response:\ny\n\n### Instruction:\na\n\n### Response:\nb</s>"),
+    ],
+)  # fmt: skip
+def test_plain_texts(columns, text):
+    assert whole_text(None, **columns) == text
+
+
+def chatml(*turns):
+    return "".join(f"<|im_start|>{role}\n{text}<|im_end|>\n" for role, text in turns)
+
+
+@pytest.mark.parametrize(
+    "columns, turns",
+    [
+        ({"question": "q", "answer": "a"}, [("user", "q"), ("assistant", "a")]),
+        ({"instruction": "q", "input": "x", "output": "a"}, [("user", "q\nx"), ("assistant", "a")]),
+        ({"instruction": "q", "context": "x", "response": "a"}, [("user", "q\nx"), ("assistant", "a")]),
+        ({"instruction": "q", "system": "s", "history": [["u", "v"]], "output": "a"},
+         [("system", "s"), ("user", "u"), ("assistant", "v"), ("user", "q"), ("assistant", "a")]),
+        ({"conversations": [{"from": "system", "value": "s"}, {"from": "human", "value": "q"},
+                            {"from": "gpt", "value": "a"}]},
+         [("system", "s"), ("user", "q"), ("assistant", "a")]),
+        ({"messages": [{"role": "human", "content": "q"}, {"role": "model", "content": "a"},
+                       {"role": "user", "content": "r"}, {"role": "bot", "content": "b"}]},
+         [("user", "q"), ("assistant", "a"), ("user", "r"), ("assistant", "b")]),
+    ],
+)  # fmt: skip
+def test_conversations_in_a_template(columns, turns):
+    assert whole_text(CHATML, **columns) == chatml(*turns)
+
+
+@pytest.mark.parametrize("name", ["text", "prompt_completion"])
+def test_plain_formats_never_use_the_template(name):
+    assert whole_text(CHATML, **ROWS[name]) == whole_text(None, **ROWS[name])
+
+
+def test_the_setting_none_switches_the_template_off():
+    tokenizer = make_tokenizer(CHATML)
+    encoded = encode_one(make_task(tokenizer, chat_template="none"), **ROWS["alpaca"])
+    assert "### Response" in tokenizer.decode(encoded.input_ids)
+
+
+@pytest.mark.parametrize("name, column", [("alpaca", "input"), ("alpaca", "system"), ("dolly", "context")])
+def test_optional_columns_may_be_null_missing_or_empty(name, column):
+    for template in (None, CHATML):
+        missing = whole_text(template, **ROWS[name])
+        assert whole_text(template, **ROWS[name], **{column: None}) == missing
+        assert whole_text(template, **ROWS[name], **{column: ""}) == missing
+
+
+def test_columns_rename_and_decide_the_format():
+    tokenizer = make_tokenizer(CHATML)
+    columns = {"prompt": "input", "completion": "output"}
+    for form in ("auto", "prompt_completion"):
+        encoded = encode_one(make_task(tokenizer, format=form, columns=columns), input="the cat", output=" sat", ID=0)
+        assert tokenizer.decode(encoded.input_ids) == "<s>the cat sat</s>"
+        assert spans(tokenizer, encoded) == [" sat</s>"]
+    # The row is an alpaca row too, but the names in columns are not of that format.
+    renamed = make_task(tokenizer, columns={"text": "output"})
+    assert tokenizer.decode(encode_one(renamed, instruction="a", output="the cat").input_ids) == "<s>the cat</s>"
+
+
+def fault(row, template=CHATML, **config):
+    with pytest.raises(UserError) as caught:
+        make_task(make_tokenizer(template), **config).encode([make_row(**row)])
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def turn(**keys):
+    return {"messages": [{"role": "user", "content": "q"}, keys]}
+
+
+@pytest.mark.parametrize(
+    "form, columns, message",
+    [
+        ("alpaca", {"instruction": "q"}, "column 'output': missing; the row has instruction"),
+        ("alpaca", {"instruction": "q", "output": None}, "column 'output': expected text, found null"),
+        ("alpaca", {"instruction": "q", "output": {"a": 1}}, "column 'output': expected text, found an object"),
+        ("alpaca", {"instruction": "q", "output": ["a"]}, "column 'output': expected text, found a list"),
+        ("alpaca", {"instruction": 3, "output": "a"}, "column 'instruction': expected text, found a number"),
+        ("alpaca", {"instruction": "q", "output": True}, "column 'output': expected text, found true or false"),
+        ("alpaca", {"instruction": "q", "input": 1.5, "output": "a"}, "column 'input': expected text, found a number"),
+        ("alpaca", {"instruction": "q", "output": "x\ud83d"}, r"column 'output': holds half a character, \ud83d"),
+        ("alpaca", {"instruction": "q", "output": "a", "history": ["x"]}, "'history[0]': expected a list, found text"),
+        ("alpaca", {"instruction": "q", "output": "a", "history": [["x"]]}, "'history[0]': expected a pair"),
+        ("alpaca", {"instruction": "q", "output": "a", "history": [["x", 1]]}, "'history[0][1]': expected text"),
+        ("text", {"text": None}, "column 'text': expected text, found null"),
+        ("messages", {"messages": "hi"}, "column 'messages': expected a list, found text"),
+        ("messages", {"messages": None}, "column 'messages': expected a list, found null"),
+        ("messages", {"messages": ["hi"]}, "'messages[0]': expected an object with role and content, found text"),
+        ("messages", turn(role="assistant"), "'messages[1]': 'content' is missing; it has role"),
+        ("messages", turn(role="assistant", content=None), "'messages[1].content': expected text, found null"),
+        ("messages", turn(role="tool", content="a"), "'messages[1].role': unknown role 'tool'; known are system, user"),
+        ("messages", turn(role=1, content="a"), "'messages[1].role': expected text, found a number"),
+        ("sharegpt", {"conversations": [{"from": "narrator", "value": "a"}]}, "'conversations[0].from': unknown role"),
+        ("sharegpt", {"conversations": [{"role": "user", "content": "a"}]}, "'from' is missing; it has role, content"),
+    ],
+)
+def test_faults_name_file_line_and_column(form, columns, message):
+    text = fault(columns, format=form)
+    assert text.startswith("rows.jsonl:7, column ") and message in text
+
+
+def test_faults_name_the_column_of_the_file():
+    assert "column 'out': missing" in fault(
+        {"in": "a"}, format="prompt_completion", columns={"prompt": "in", "completion": "out"}
+    )
+
+
+def test_a_format_that_cannot_be_guessed_lists_what_was_seen():
+    text = fault({"ID": 0, "input": "a", "output": "b"})
+    assert "rows.jsonl:7: the format cannot be guessed from the columns ID, input, output" in text
+    assert "prompt_completion: prompt, completion" in text
+    assert "setting columns names prompt" in fault({"a": "b"}, columns={"prompt": "a"})
+
+
+def test_a_column_that_the_format_does_not_have():
+    with pytest.raises(UserError, match=re.escape("dataset.columns.answer: the format alpaca has no such column")):
+        make_task(format="alpaca", columns={"answer": "x"})
+
+
+@pytest.mark.parametrize("name", ["messages", "sharegpt"])
+def test_conversations_without_any_template(name):
+    assert "give dataset.chat_template a file" in fault(ROWS[name], template=None)
+    assert "give dataset.chat_template a file" in fault(ROWS[name], chat_template="none")

@@ -1,0 +1,113 @@
+"""Breaks each invariant on purpose and sees its test fail: ``python tests/mutants/run.py [NAME …]``.
+
+Every ``NAME.patch`` is applied to a copy of the code, and the test that the table names must then fail there. A mutant
+that survives, and a patch that no longer applies, make this program end with exit code 1.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
+PARITY = "tests/cpu/test_parity.py"
+SHARED = "tests/cpu/test_solo_shared.py"
+EXPORT = "tests/cpu/test_export.py"
+COMPANY = f"{SHARED}::test_company_and_cuts_change_no_bit"
+# invariant, mutant, the test that must catch it
+MUTANTS = (
+    (1, "mean_of_means", PARITY),
+    (1, "clip_without_epsilon", PARITY),
+    (1, "mask_without_ordinal", PARITY),
+    (1, "backward_mask_of_another_step", PARITY),
+    (1, "rate_of_the_next_step", PARITY),
+    (1, "attention_across_samples", PARITY),
+    (1, "rslora_scales_by_r", PARITY),
+    (2, "gradient_over_the_whole_segment", COMPANY),
+    (2, "mask_by_slot", COMPANY),
+    (2, "mask_by_row", COMPANY),
+    (2, "weight_of_another_adapter", COMPANY),
+    (2, "clip_over_all_adapters", COMPANY),
+    (2, "samples_out_of_order", COMPANY),
+    (2, "short_products_unpadded", "tests/cpu/test_ops_batch_lora.py"),
+    (2, "sigmoid_of_torch", "tests/cpu/test_ops_elementwise.py"),
+    (5, "mask_of_each_draw", f"{SHARED}::test_recompute_changes_no_bit"),
+    (5, "recompute_from_rounded_inputs", f"{SHARED}::test_recompute_changes_no_bit"),
+    (5, "recompute_without_adapters", f"{SHARED}::test_recompute_changes_no_bit"),
+    (6, "nan_step_applied", SHARED),
+    (6, "skipped_step_moves_weights", SHARED),
+    (6, "nan_through_a_shared_product", SHARED),
+    (7, "zero_b_written", EXPORT),
+    (7, "alpha_of_the_scaling", EXPORT),
+    (7, "missing_layer_written", EXPORT),
+    (7, "keys_without_prefix", EXPORT),
+    (7, "layers_forgotten", EXPORT),
+    (7, "half_written_left", EXPORT),
+)
+
+
+def main(names: list[str]) -> int:
+    chosen = [mutant for mutant in MUTANTS if not names or mutant[1] in names]
+    unlisted = {path.stem for path in HERE.glob("*.patch")} ^ {name for _, name, _ in MUTANTS}
+    if unlisted:
+        print(f"patches and table differ: {', '.join(sorted(unlisted))}")
+        return 1
+    with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
+        sound = list(pool.map(_sound, sorted({test for _, _, test in chosen})))
+        caught = list(pool.map(lambda mutant: _caught(*mutant), chosen)) if all(sound) else []
+    print(f"{sum(caught)} of {len(chosen)} mutants caught")
+    return 0 if len(caught) == len(chosen) and all(caught) else 1
+
+
+def _sound(test: str) -> bool:
+    """Whether the test passes on the code as it is; without that its failure would say nothing."""
+    with tempfile.TemporaryDirectory() as folder:
+        code, output = _run_test(_copy(Path(folder)), test)
+    if code:
+        print(f"NOT SOUND  {test} fails without a mutant\n{output}", flush=True)
+    return code == 0
+
+
+def _caught(invariant: int, name: str, test: str) -> bool:
+    with tempfile.TemporaryDirectory() as folder:
+        copy = _copy(Path(folder))
+        applied = _run(["git", "apply", "-C1", str(HERE / f"{name}.patch")], copy)
+        if applied.returncode:
+            print(f"NO LONGER APPLIES  {name}: {applied.stderr.strip()}", flush=True)
+            return False
+        code, output = _run_test(copy, test)
+    failed = [line.split()[1] for line in output.splitlines() if line.startswith("FAILED ")]
+    if code != 1 or not failed:
+        print(f"SURVIVES  {name} (invariant {invariant}): {test} gave exit code {code}\n{output[-2000:]}", flush=True)
+        return False
+    print(f"caught  {name} (invariant {invariant}) by {failed[0]}", flush=True)
+    return True
+
+
+def _copy(folder: Path) -> Path:
+    for part in ("mlora", "tests"):
+        shutil.copytree(ROOT / part, folder / part, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "pyproject.toml", folder)
+    return folder
+
+
+def _run_test(folder: Path, test: str) -> tuple[int, str]:
+    """pytest's exit code: 0 all passed, 1 a test failed, anything else says nothing about the mutant."""
+    done = _run([sys.executable, "-m", "pytest", "-x", "--tb=line", "--show-capture=no", "-rf", test], folder)
+    return done.returncode, done.stdout + done.stderr
+
+
+def _run(command: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
+    """From ``folder``, whose copy of the code comes before an installed one."""
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(folder), "GIT_CEILING_DIRECTORIES": "/"}
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
