@@ -23,6 +23,8 @@ setup(
         "huggingface_hub>=1.0",
         "numpy>=2.0",
         "pyyaml>=6.0",
+        "jinja2>=3.1",
+        "tokenizers>=0.22",
     ],
     extras_require={
         "verify": ["peft>=0.18"],

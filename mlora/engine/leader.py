@@ -20,6 +20,7 @@ from mlora.engine.exporter import Exporter
 from mlora.engine.layout import first_layers, layer_counts
 from mlora.engine.recorder import Recorder, print_table
 from mlora.engine.results import AdapterResult, Results
+from mlora.engine.warnings import deployment_warnings
 from mlora.engine.worker import Job, Worker, model_digest
 from mlora.models.spec import ModelSpec, load_spec
 from mlora.models.tokenizer import load_tokenizer
@@ -105,6 +106,8 @@ def _prepare_adapter(
     length = min(config.max_length, spec.max_positions)
     if length < config.max_length:
         print(f"{config.name}: max_length {config.max_length} is over the model's {length} positions; {length} is used")
+    for warning in deployment_warnings(config):
+        print(warning)
     task = SftTask(config.dataset, tokenizer, length, spec.vocab_size)
     data = open_tokens(config.dataset.path, task.encode, task.digest, cache_folder() / "tokens")
     adapter = AdapterRun(index=index, config=config, data=data, targets=targets)
