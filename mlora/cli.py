@@ -6,6 +6,7 @@ import argparse
 import platform
 import sys
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 
 import mlora
 from mlora.types import UserError
@@ -36,6 +37,12 @@ def _parser() -> argparse.ArgumentParser:
     train.add_argument("--set", action="append", default=[], metavar="A.B=C", help="change one key of the file")
     train.add_argument("--overwrite", action="store_true", help="replace an earlier run in output_dir")
     train.set_defaults(run=_train)
+    plan = commands.add_parser("plan", help="show stages, order and predicted bubble, without training")
+    plan.add_argument("config", help="a YAML file")
+    plan.add_argument("--stages", type=int, required=True, metavar="S", help="number of stages")
+    plan.add_argument("--set", action="append", default=[], metavar="A.B=C", help="change one key of the file")
+    plan.add_argument("--picture", default="plan.svg", metavar="FILE", help="where the picture goes (plan.svg)")
+    plan.set_defaults(run=_plan)
     verify = commands.add_parser("verify", help="load a run's adapters with PEFT and compare logits with the engine's")
     verify.add_argument("output_dir", help="the run's folder")
     verify.set_defaults(run=_verify)
@@ -49,6 +56,17 @@ def _train(arguments: argparse.Namespace) -> int:
     if results.failed:
         print(f"mlora: failed: {', '.join(results.failed)}", file=sys.stderr)
         return _FAILED
+    return _OK
+
+
+def _plan(arguments: argparse.Namespace) -> int:
+    from mlora.engine.plan import plan
+
+    found = plan(mlora.load_config(arguments.config, arguments.set), arguments.stages)
+    print(found.text())
+    picture = Path(arguments.picture)
+    found.write(picture)
+    print(f"picture: {picture}; trace for Chrome or Perfetto: {picture.with_suffix('.trace.json')}")
     return _OK
 
 

@@ -74,6 +74,7 @@ def follow(job: Job, device: torch.device, transport: Transport, control: Contro
     _check_model(job)
     worker = Worker(job, device, transport, lambda entry, matrices: control.send_tensors(matrices))
     worker.run(iter(control.next, None))
+    control.gather_objects(worker.executor.timeline)
 
 
 def _follow_or_abort(job: Job, device: torch.device, transport: Transport, control: Control) -> None:

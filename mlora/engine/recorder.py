@@ -6,6 +6,7 @@ import json
 import math
 import time
 from pathlib import Path
+from typing import IO
 
 from mlora.config import AdapterConfig
 from mlora.engine.adapter_run import StepReport
@@ -16,9 +17,14 @@ class Recorder:
     """Averages losses over an adapter's logging steps, as transformers' Trainer does; the other values are the last."""
 
     def __init__(self, path: Path) -> None:
-        self._file = path.open("a", encoding="utf-8")
+        self._path = path
+        self._file: IO[str] | None = None
         self._losses: dict[str, list[float]] = {}
         self._marks: dict[str, tuple[float, int]] = {}
+
+    def open(self) -> None:
+        """Open the file; until then nothing is written."""
+        self._file = self._path.open("a", encoding="utf-8")
 
     def start(self, adapter: str) -> None:
         """The adapter's clock for tokens per second starts."""
@@ -31,13 +37,15 @@ class Recorder:
         if report.step % config.logging_steps and report.step != report.total_steps and not report.skipped:
             return
         entry = self._entry(report)
+        assert self._file is not None
         self._file.write(json.dumps(entry) + "\n")
         self._file.flush()
         print(_line(report, entry), flush=True)
 
     def close(self) -> None:
         """Close the file."""
-        self._file.close()
+        if self._file is not None:
+            self._file.close()
 
     def _entry(self, report: StepReport) -> dict[str, object]:
         now, losses = time.monotonic(), self._losses[report.adapter]

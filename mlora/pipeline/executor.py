@@ -10,6 +10,7 @@ Letters: T packed rows, D model dim.
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -20,6 +21,7 @@ from mlora.pipeline.stage import Batch, Stage
 from mlora.pipeline.transport.base import Direction, Pending, Spec, Transport
 from mlora.types import Microbatch, Segment, StepDecision
 
+_REMEMBERED = 20_000  # actions in the timeline; a run of weeks must not fill the memory
 _AHEAD = 8  # actions of the row that are looked at early, so that their receives are posted before they are due
 
 
@@ -87,7 +89,8 @@ class Executor:
         self._leaving: dict[int, torch.Tensor] = {}
         self._sums: dict[StepRef, _Sums] = {}
         self._decisions: dict[StepRef, StepDecision] = {}
-        self.timeline: list[Timed] = []
+        self._epoch = time.time() - time.perf_counter()  # one clock for all stages of a host
+        self._times: deque[Timed] = deque(maxlen=_REMEMBERED)
         self._do = {
             "F": self._forward,
             "E": self._evaluate,
@@ -98,6 +101,11 @@ class Executor:
             "SEND_B": self._send_backward,
             "RECV_B": self._receive_backward,
         }
+
+    @property
+    def timeline(self) -> list[Timed]:
+        """When the last actions ran, in seconds since 1970."""
+        return list(self._times)
 
     def run(self, windows: Iterable[Window]) -> None:
         """Walk the stream to its end."""
@@ -123,7 +131,7 @@ class Executor:
                 posted += 1
             start = time.perf_counter()
             self._do[action.kind](action)
-            self.timeline.append(Timed(action, start, time.perf_counter()))
+            self._times.append(Timed(action, self._epoch + start, self._epoch + time.perf_counter()))
 
     def _post(self, item: Action) -> None:
         if not item.kind.startswith("RECV"):

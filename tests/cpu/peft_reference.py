@@ -57,11 +57,11 @@ def train_with_peft(
     reference = Reference(start=_tensors(model))
     for step in range(total_steps):
         indices = sorted(sampler.indices(step), key=lambda i: (-data.lengths[i], i))
-        targets = sum(int((torch.from_numpy(data.sample(i)[1])[1:] != -100).sum()) for i in indices)
+        targets = sum(int((data.sample(i)[1][1:] != -100).sum()) for i in indices)
         loss = 0.0
         for ordinal, index in enumerate(indices):
             clock.update(step=step, ordinal=ordinal)
-            ids, labels = (torch.from_numpy(x).long() for x in data.sample(index))
+            ids, labels = (torch.tensor(x).long() for x in data.sample(index))
             logits = model(ids[None]).logits[0, :-1]
             part = F.cross_entropy(logits, labels[1:], reduction="sum", ignore_index=-100) / targets
             part.backward()

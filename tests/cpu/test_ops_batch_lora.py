@@ -140,10 +140,17 @@ def test_two_calls_accumulate(dtype):
     assert bool(bank[1].grad_a_RD.any()) and bool(bank[20].grad_a_RD.any())
 
 
+def _poison(groups) -> None:
+    with torch.no_grad():
+        for group in groups:
+            for tensor in (group.a_RD, *(part.b_RO for part in group.parts)):
+                tensor.fill_(math.nan)
+
+
 @pytest.mark.parametrize("slot", [0, 1, 7, 20])
 @pytest.mark.parametrize("poison", [False, True])
 def test_company_and_poison_change_no_bit(slot, poison):
-    """The subject's rows alone and between strangers whose rows, like the padding, may hold NaN."""
+    """The subject's rows alone and between strangers whose rows and parameters, like the padding, may hold NaN."""
     sizes = [33, 16, 7, 1]
     alone, together = _segments({slot: sizes}), _segments({4: [7, 33], slot: sizes, 21: [1, 16]})
     rows = slice(together[1].start, together[1].stop)
@@ -151,6 +158,8 @@ def test_company_and_poison_change_no_bit(slot, poison):
     outcomes = []
     for segments, own in ((alone, slice(0, alone[0].stop)), (together, rows)):
         bank = _bank()
+        if poison:
+            _poison(group for other, group in bank.items() if other != slot)
         total = padded(segments[-1].stop)
         own_x = torch.full((total, D), math.nan if poison else 0.5)
         own_dy = torch.full((total, WIDTH), math.nan if poison else 0.5)
@@ -181,6 +190,25 @@ def test_the_cut_into_calls_changes_no_bit(slot):
         batch_lora(part_x, weight, bias, cut, segments).backward(part_dy)
     for name, grad in _grads(whole).items():
         assert torch.equal(grad, _grads(cut)[name]), name
+
+
+@pytest.mark.parametrize("slot", [0, 7])
+def test_threads_change_no_bit(slot):
+    """Samples of few rows, whose products a threaded library may cut along the inner dimension."""
+    outcomes = []
+    before = torch.get_num_threads()
+    for threads in (1, 2, 4):
+        torch.set_num_threads(threads)
+        try:
+            bank = _bank()
+            x, weight, bias, dy = _inputs(64)
+            y = batch_lora(x, weight, bias, bank, _segments({slot: [33, 7, 2, 1, 1]}))
+            y.backward(dy)
+        finally:
+            torch.set_num_threads(before)
+        outcomes.append([y.detach(), x.grad, *_grads(bank).values()])
+    for other in outcomes[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(outcomes[0], other, strict=True))
 
 
 def test_another_adapters_step_between_forward_and_backward_changes_nothing():

@@ -11,7 +11,7 @@ from mlora import parse_config
 from mlora.adapters.optimizer import warmup_steps
 from mlora.adapters.state import AdapterState
 from mlora.data import open_tokens
-from mlora.engine.leader import cache_folder
+from mlora.engine.prepare import cache_folder
 from mlora.models.tokenizer import load_tokenizer
 from mlora.tasks import SftTask
 from tests.cpu.peft_reference import Reference, exact_norms, train_with_peft
@@ -95,7 +95,8 @@ def _distance(matrices, reference: Reference) -> float:
     off = moved = 0.0
     assert 2 * len(matrices) == len(reference.weights)
     for name, (a, b) in matrices.items():
-        for key, ours in ((f"base_model.model.{name}.lora_A.weight", a), (f"base_model.model.{name}.lora_B.weight", b.T)):
+        for kind, ours in (("A", a), ("B", b.T)):
+            key = f"base_model.model.{name}.lora_{kind}.weight"
             off += float((ours.double() - reference.weights[key].double()).square().sum())
             moved += float((reference.weights[key].double() - reference.start[key].double()).square().sum())
     return math.sqrt(off / moved)

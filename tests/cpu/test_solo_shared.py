@@ -97,9 +97,7 @@ def test_a_neighbour_that_stops_early_changes_no_bit(tmp_path, model, adapters, 
     assert (other.state, other.folder is None) == (("ended", False) if decision == "end" else ("cancelled", True))
 
 
-def test_a_neighbours_nan_changes_no_bit_and_the_neighbour_fails_by_name(
-    tmp_path, model, adapters, alone, monkeypatch
-):
+def test_a_neighbours_nan_changes_no_bit_and_the_neighbour_fails_by_name(tmp_path, model, adapters, alone, monkeypatch):
     original = AdapterState.__init__
 
     def poisoned(self, config, *args):

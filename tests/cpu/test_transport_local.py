@@ -49,7 +49,7 @@ def test_one_abort_reaches_stages_that_are_not_neighbours():
     pending = transports[3].receive(Direction.FORWARD, [Spec((1,), torch.float32)])
     transports[0].abort()
     with pytest.raises(TransportError):
-        pending.wait()
+        pending.future.result(timeout=5)
 
 
 def test_a_message_of_another_shape_is_noticed():

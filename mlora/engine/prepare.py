@@ -1,0 +1,77 @@
+"""Everything that is read and checked before a run: model, tokenizer, data, targets, and how the stages are cut."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from transformers import PreTrainedTokenizerBase
+
+from mlora.adapters.targets import match_targets
+from mlora.config import AdapterConfig, RunConfig
+from mlora.data import open_tokens
+from mlora.engine.adapter_run import AdapterRun
+from mlora.engine.layout import layer_counts
+from mlora.engine.warnings import deployment_warnings
+from mlora.models.spec import ModelSpec, load_spec
+from mlora.models.tokenizer import load_tokenizer
+from mlora.models.weights import Checkpoint, resolve_base_model
+from mlora.pipeline.schedule import in_flight
+from mlora.tasks import SftTask
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prepared:
+    """What a run starts from. ``layers`` are the layers of each stage, ``in_flight`` the microbatches each holds."""
+
+    folder: Path
+    spec: ModelSpec
+    tokenizer: PreTrainedTokenizerBase
+    adapters: list[AdapterRun]
+    layers: tuple[int, ...]
+    in_flight: tuple[int, ...]
+
+
+def prepare(config: RunConfig, stages: int) -> Prepared:
+    """Read and check all of it, with a line per adapter on what was found. Raises UserError; reads no weights."""
+    folder = resolve_base_model(config.base_model)
+    spec = load_spec(folder)
+    layers = layer_counts(spec, stages, config.pipeline.layers)
+    Checkpoint(folder, spec)
+    tokenizer = load_tokenizer(folder, spec.vocab_size)
+    adapters = [_prepare_adapter(i, adapter, spec, tokenizer) for i, adapter in enumerate(config.adapters)]
+    factor = config.pipeline.in_flight or (2 if len(adapters) >= 2 * stages > 2 else 1)
+    prepared = Prepared(
+        folder=folder,
+        spec=spec,
+        tokenizer=tokenizer,
+        adapters=adapters,
+        layers=layers,
+        in_flight=in_flight(stages, factor),
+    )
+    if stages > 1:
+        print(f"{stages} stages of {layers} layers, microbatches in flight {prepared.in_flight}", flush=True)
+    return prepared
+
+
+def cache_folder() -> Path:
+    """Where tokens are kept between runs: $XDG_CACHE_HOME/mlora, or ~/.cache/mlora."""
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "mlora"
+
+
+def _prepare_adapter(
+    index: int, config: AdapterConfig, spec: ModelSpec, tokenizer: PreTrainedTokenizerBase
+) -> AdapterRun:
+    targets = match_targets(config, spec.num_layers)
+    length = min(config.max_length, spec.max_positions)
+    if length < config.max_length:
+        print(f"{config.name}: max_length {config.max_length} is over the model's {length} positions; {length} is used")
+    for warning in deployment_warnings(config):
+        print(warning)
+    task = SftTask(config.dataset, tokenizer, length, spec.vocab_size)
+    data = open_tokens(config.dataset.path, task.encode, task.digest, cache_folder() / "tokens")
+    adapter = AdapterRun(index=index, config=config, data=data, targets=targets)
+    print(f"{config.name}: {data.stats.summary()}; {adapter.total_steps} steps, {len(targets)} modules", flush=True)
+    return adapter
