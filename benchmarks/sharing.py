@@ -17,7 +17,6 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from mlora.pipeline.schedule.planner import Planner
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
@@ -29,6 +28,7 @@ from mlora.engine.device import prepare as prepare_arithmetic
 from mlora.models.decoder import Decoder
 from mlora.models.spec import linear_shapes, load_spec
 from mlora.models.weights import Checkpoint
+from mlora.pipeline.schedule.planner import Planner
 from mlora.pipeline.stage import Batch, Stage
 from mlora.types import IGNORE, Microbatch, SampleRef, StepDecision, StepPlan
 

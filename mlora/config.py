@@ -115,16 +115,16 @@ class AdapterConfig:
             raise UserError(f"{place}.lora_alpha: 0 would make the adapter do nothing; write a positive number")
         if self.max_steps == 0:
             raise UserError(f"{place}.max_steps: 0 trains nothing; write -1 to count in num_train_epochs instead")
-        _check_init(self.init_lora_weights, place)
+        _check_init(self.init_lora_weights, self.r, place)
         _check_targets(self, place)
 
 
 _RANGES: tuple[tuple[str, float, float], ...] = (
     ("r", 1, 4096),
-    ("lora_alpha", 0, math.inf),
+    ("lora_alpha", 0, 1e9),
     ("lora_dropout", 0.0, 0.99),
-    ("learning_rate", 0.0, math.inf),
-    ("warmup_steps", 0, math.inf),
+    ("learning_rate", 0.0, 1e9),
+    ("warmup_steps", 0, 1e12),
     ("num_train_epochs", 1e-9, 1e9),
     ("max_steps", -1, 1e12),
     ("per_device_train_batch_size", 1, 1e9),
@@ -264,6 +264,8 @@ def _adapter(entry: object, defaults: Mapping[str, Any], index: int, base: Path)
         for key, value in plain.items():
             if key != "dataset":
                 values[key] = _convert(AdapterConfig, key, value, f"{where}.{key}")
+    if values.get("lr_scheduler_type") == "constant" and values.get("warmup_steps", 0) > 0:
+        raise UserError(f"{place}.warmup_steps: constant has no warm-up; write lr_scheduler_type: constant_with_warmup")
     values["dataset"] = _dataset(entry["dataset"], f"{place}.dataset", base)
     return AdapterConfig(**values)
 
@@ -301,13 +303,15 @@ def _drop_refused(tree: Mapping[str, Any], place: str) -> dict[str, Any]:
     return rest
 
 
-def _check_init(value: object, place: str) -> None:
+def _check_init(value: object, r: int, place: str) -> None:
     name = str(value).lower()
     for refused, reason in _REFUSED_INITS.items():
         if name.startswith(refused):
             raise UserError(f"{place}.init_lora_weights: {value!r} is not supported: {reason}; write true")
     if value not in _INITS:
         raise UserError(f"{place}.init_lora_weights: {value!r} is not one of true, false, gaussian, orthogonal")
+    if value == "orthogonal" and r % 2:
+        raise UserError(f"{place}.r: {r} is odd, and orthogonal shares the ranks evenly between A and B; write {r + 1}")
 
 
 def _check_targets(adapter: AdapterConfig, place: str) -> None:
@@ -411,28 +415,30 @@ def _override(tree: dict[str, Any], override: str) -> None:
     if not equals or not path:
         raise UserError(f"--set {override}: expected KEY=VALUE, such as defaults.learning_rate=1e-4")
     node: Any = tree
-    keys = path.split(".")
-    for depth, key in enumerate(keys[:-1]):
-        node = _descend(node, key, override, ".".join(keys[: depth + 1]))
+    key = path
+    while "." in key:
+        node, key = _descend(node, key, override)
     if not isinstance(node, dict):
-        raise UserError(f"--set {override}: {'.'.join(keys[:-1])} is not a block")
+        raise UserError(f"--set {override}: {path.removesuffix('.' + key)} is not a block")
     try:
-        node[keys[-1]] = yaml.safe_load(text)
+        node[key] = yaml.safe_load(text)
     except yaml.YAMLError:
         raise UserError(f"--set {override}: the value is not valid YAML") from None
 
 
-def _descend(node: Any, key: str, override: str, path: str) -> Any:
+def _descend(node: Any, path: str, override: str) -> tuple[Any, str]:
+    """One block down: the block, and the rest of the path below it."""
     if isinstance(node, list):
         for entry in node:
-            if isinstance(entry, dict) and entry.get("name") == key:
-                return entry
-        raise UserError(f"--set {override}: there is no {path}")
+            name = f"{entry.get('name')}." if isinstance(entry, dict) else ""
+            if name and path.startswith(name):
+                return entry, path.removeprefix(name)
+        raise UserError(f"--set {override}: there is no adapter of that name")
+    key, _, rest = path.partition(".")
     if not isinstance(node, dict):
-        raise UserError(f"--set {override}: {path} is not a block")
+        raise UserError(f"--set {override}: {key} is not inside a block")
     if isinstance(node.get(key), str) and key == "dataset":
         node[key] = {"path": node[key]}
-    child = node.setdefault(key, {})
-    if child is None:
-        child = node[key] = {}
-    return child
+    if node.get(key) is None:
+        node[key] = {}
+    return node[key], rest

@@ -41,18 +41,25 @@ def prepare(config: RunConfig, stages: int) -> Prepared:
     Checkpoint(folder, spec)
     tokenizer = load_tokenizer(folder, spec.vocab_size)
     adapters = [_prepare_adapter(i, adapter, spec, tokenizer) for i, adapter in enumerate(config.adapters)]
-    factor = config.pipeline.in_flight or (2 if len(adapters) >= 2 * stages > 2 else 1)
     prepared = Prepared(
         folder=folder,
         spec=spec,
         tokenizer=tokenizer,
         adapters=adapters,
         layers=layers,
-        in_flight=in_flight(stages, factor),
+        in_flight=in_flight(stages, config.pipeline.in_flight or _factor(config, stages)),
     )
     if stages > 1:
         print(f"{stages} stages of {layers} layers, microbatches in flight {prepared.in_flight}", flush=True)
     return prepared
+
+
+def _factor(config: RunConfig, stages: int) -> int:
+    """2 microbatches in flight for each of 1F1B's ride out uneven costs, if the other adapters can fill the longer wait
+    between an adapter's steps; otherwise they would only make it longer."""
+    active = min(config.max_active, len(config.adapters))
+    samples = min(adapter.rows_per_step for adapter in config.adapters)
+    return 2 if stages > 1 and (active - 1) * samples >= 2 * stages - 1 else 1
 
 
 def cache_folder() -> Path:

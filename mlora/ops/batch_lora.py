@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from mlora.ops.random import Key, keep_mask
 from mlora.types import SampleRef, Segment
 
-_LEAST_ROWS = 16  # below, a CPU's matrix product may depend on the number of threads
+_TILE = 16  # with fewer rows, or columns that are no multiple, a CPU's product may depend on the number of threads
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -170,14 +170,16 @@ def _drop(x_ND: torch.Tensor, group: LoraGroup, part: LoraPart, segment: Segment
 
 
 def _product(left_NK: torch.Tensor, right_KM: torch.Tensor) -> torch.Tensor:
-    rows = left_NK.shape[0]
-    if rows >= _LEAST_ROWS:
-        return left_NK @ right_KM
-    return (F.pad(left_NK, (0, 0, 0, _LEAST_ROWS - rows)) @ right_KM)[:rows]
+    rows, columns = left_NK.shape[0], right_KM.shape[1]
+    if rows < _TILE:
+        left_NK = F.pad(left_NK, (0, 0, 0, _TILE - rows))
+    if columns % _TILE:
+        right_KM = F.pad(right_KM, (0, -columns % _TILE))
+    return (left_NK @ right_KM)[:rows, :columns]
 
 
 def _add_product(out_NM: torch.Tensor, left_NK: torch.Tensor, right_KM: torch.Tensor) -> None:
-    if out_NM.shape[0] >= _LEAST_ROWS:
+    if out_NM.shape[0] >= _TILE and out_NM.shape[1] % _TILE == 0:
         out_NM.addmm_(left_NK, right_KM)
     else:
         out_NM.add_(_product(left_NK, right_KM))
@@ -185,9 +187,12 @@ def _add_product(out_NM: torch.Tensor, left_NK: torch.Tensor, right_KM: torch.Te
 
 def _accumulate(grad_RM: torch.Tensor, left_NR: torch.Tensor, right_NM: torch.Tensor) -> None:
     """grad += leftᵀ·right over one sample's rows, in the accumulator's precision."""
-    if grad_RM.dtype == left_NR.dtype:
-        grad_RM.addmm_(left_NR.T, right_NM)
-    elif left_NR.is_cuda:
+    if left_NR.is_cuda and grad_RM.dtype != left_NR.dtype:
         grad_RM.add_(torch.mm(left_NR.T, right_NM, out_dtype=grad_RM.dtype))
+        return
+    left_NR, right_NM = left_NR.to(grad_RM.dtype), right_NM.to(grad_RM.dtype)
+    ranks = grad_RM.shape[0]
+    if ranks % _TILE:
+        grad_RM.add_((F.pad(left_NR, (0, -ranks % _TILE)).T @ right_NM)[:ranks])
     else:
-        grad_RM.addmm_(left_NR.T.to(grad_RM.dtype), right_NM.to(grad_RM.dtype))
+        grad_RM.addmm_(left_NR.T, right_NM)

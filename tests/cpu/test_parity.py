@@ -59,7 +59,7 @@ def _adapters(folder):
             "use_rslora": True,
             "target_modules": ["q_proj", "v_proj", "down_proj"],
             "layers_to_transform": [0, 2],
-            "learning_rate": 2e-2,
+            "learning_rate": 1e-2,
             "lr_scheduler_type": "linear",
             "max_steps": STEPS,
             "per_device_train_batch_size": 3,

@@ -183,6 +183,16 @@ def test_a_deadlock_is_shown_with_the_grid():
     assert str(caught.value) == GRID
 
 
+def test_steps_from_before_the_stream_count_as_done():
+    positions = stream(Planner(64), [plans(0, [[60], [60]], evaluate_after=[0])])
+    whole, rest = Stream(positions, 1), Stream(positions[1:], 1)
+    for name in ("0E1", "0F3"):
+        assert [str(other) for other in deps(parse(name), whole)] == ["0STEP0.0"]
+        assert deps(parse(name), rest) == []
+    positions = stream(Planner(64, in_flight(2)), [plans(0, [[60], [60]])])
+    check(rows(positions[1:], in_flight(2)), Stream(positions[1:], 2))
+
+
 def test_an_action_that_stands_twice_is_found():
     all_rows, part = small()
     all_rows[0].append(all_rows[0][0])

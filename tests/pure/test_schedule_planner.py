@@ -154,6 +154,7 @@ def test_steps_are_not_cut_without_need():
     assert set(widths(Planner(100_000, in_flight(4)), 1, samples=12)) == {12}  # alone: 4 · (w(0) - 1)
     assert set(widths(Planner(100_000, in_flight(4), floor=400), 1, samples=12)) == {3}
     assert set(widths(Planner(1_200, in_flight(4)), 4, samples=12)) == {1}  # one whole step per position
+    assert set(widths(Planner(100_000, in_flight(2)), 1, samples=12)) == {4}
     assert set(widths(Planner(100_000, (1,)), 1, samples=12)) == {1}
 
 

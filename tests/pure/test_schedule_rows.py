@@ -57,6 +57,13 @@ def test_ticks_do_not_depend_on_windows():
     assert ticked == rows(positions, in_flight(3))[1]
 
 
+def test_rows_end_with_the_last_backward_even_if_a_step_is_cut_short():
+    planner = Planner(10, in_flight(3))
+    planner.join(0, plans(0, [[10, 10]]))
+    first = rows(planner.window(1), in_flight(3))[0]
+    assert text(first) == "0F0 0SEND_F0 0RECV_B0 0B0"
+
+
 def test_a_hole_in_the_stream_and_a_growing_in_flight_are_faults():
     row = StageRow(0, (2, 1))
     row.tick(Position(index=4))

@@ -8,11 +8,13 @@ import pytest
 from mlora.pipeline.schedule import (
     Planner,
     Stream,
+    Timed,
     bubble,
     bubble_between_ramps,
     busy_shares,
     in_flight,
     makespan,
+    parse,
     rows,
     simulate,
 )
@@ -63,6 +65,28 @@ def test_stages_never_do_two_things_at_once():
     for stage in range(3):
         own = [timed for timed in timeline if timed.action.stage == stage]
         assert all(a.stop <= b.start and b.start <= b.stop for a, b in pairwise(own))
+
+
+def test_an_evaluation_takes_a_forward():
+    timeline = run((1,), [plans(0, [[16]], evaluate_after=[0])], cap=80)
+    assert makespan(timeline) == F + B + 80
+
+
+def test_bubble_between_ramps_leaves_the_ramps_out():
+    times = [
+        ("0F0", 0, 1),
+        ("1F0", 2, 3),  # from here
+        ("0F1", 2, 4),
+        ("1B0", 3, 5),
+        ("0B0", 5, 6),
+        ("0F2", 6, 8),  # to the end of this: stage 0 works 5 of 6, stage 1 works 4 of 6
+        ("1F2", 7, 9),
+        ("0B1", 10, 12),
+    ]
+    timeline = [Timed(parse(name), start, stop) for name, start, stop in times]
+    assert bubble_between_ramps(timeline) == pytest.approx(1 - (5 + 4) / 12)
+    assert busy_shares(timeline) == pytest.approx([8 / 12, 5 / 12])
+    assert bubble(timeline) == pytest.approx(1 - 13 / 24)
 
 
 def between_ramps(stages, adapters, factor, spread, samples=1, cap=1300):

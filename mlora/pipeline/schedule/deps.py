@@ -22,7 +22,7 @@ def edges(action: Action, stream: Stream) -> Iterator[tuple[str, Action]]:
     kind, stage, index = action.kind, action.stage, action.position
     if action.step is not None:
         adapter, step = action.step.adapter, action.step.step
-        for other in stream.trained[adapter, step]:  # stage 0 knows the norm only then
+        for other in stream.trained.get((adapter, step), ()):  # stage 0 knows the norm only then
             yield "STEP after B(0)", _at("B", 0, other)
         if stage > 0:
             yield "STEP after RECV_F", _at("RECV_F", stage, stream.carriers[adapter, step])
@@ -54,7 +54,8 @@ def edges(action: Action, stream: Stream) -> Iterator[tuple[str, Action]]:
         if stage > 0:
             yield "SEND_F after RECV_F", _at("RECV_F", stage, index)
         for ref in position.steps if stage == 0 else ():
-            yield "SEND_F after STEP", _step(0, ref.adapter, ref.slot, ref.step)
+            if (ref.adapter, ref.step) in stream.ended:
+                yield "SEND_F after STEP", _step(0, ref.adapter, ref.slot, ref.step)
     elif kind == "RECV_F":
         yield "RECV_F after SEND_F", _at("SEND_F", stage - 1, index)
     elif kind == "SEND_B":

@@ -69,7 +69,7 @@ class Planner:
     """
 
     def __init__(self, cap: int, in_flight: Sequence[int] = (1,), floor: int = ROW_MULTIPLE) -> None:
-        self._cap, self._floor = cap, min(cap, floor)
+        self._cap, self._floor = cap, floor
         self._gap, self._stages = in_flight[0], len(in_flight)
         self._index = 0
         self._lines: dict[int, _Line] = {}

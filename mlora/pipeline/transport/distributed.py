@@ -151,8 +151,13 @@ class _Completer:
             last.result()
 
     def stop(self) -> None:
-        """End the thread when it has nothing left to wait for."""
+        """End the thread, unless something that will never be done holds it.
+
+        A thread that is inside torch while Python shuts down takes the whole process with it.
+        """
         self._jobs.put(None)
+        if self._thread and not self._open:
+            self._thread.join()
 
     def abort(self, reason: str) -> None:
         with self._lock:

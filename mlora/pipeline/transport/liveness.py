@@ -62,8 +62,12 @@ class Liveness:
         self._board = Board(store)
         self._board.set_host(rank, self._host)
         self._last_round = time.monotonic()
-        for target, arguments in ((self._beat, (Board(store),)), (self._watch_store, ())):
-            threading.Thread(target=target, args=arguments, name="liveness", daemon=True).start()
+        self._threads = [
+            threading.Thread(target=self._beat, args=(Board(store),), name="beats", daemon=True),
+            threading.Thread(target=self._watch_store, name="watch over the store", daemon=True),
+        ]
+        for thread in self._threads:
+            thread.start()
 
     def abort_on_failure(self, abort: Callable[[], None]) -> None:
         """Call ``abort`` (a transport's, a control's) when the run fails; at once if it already has."""
@@ -113,12 +117,18 @@ class Liveness:
 
     def _mark_finished(self) -> None:
         if self._rank:
-            self._stop.set()  # first: once all are marked, rank 0 may end and take the store with it
+            self._end_threads()  # first: once all are marked, rank 0 may end and take the store with it
         self._board.mark("finished", self._rank)
         others = range(1, self._world)
         while self._rank == 0 and self._known is None and not self._board.all_marked("finished", others, self._beat_s):
             continue
+        self._end_threads()
+
+    def _end_threads(self) -> None:
+        """A thread that is inside torch while Python shuts down takes the whole process with it."""
         self._stop.set()
+        for thread in self._threads:
+            thread.join(self._grace_s)
 
     def _failure(self, error: BaseException) -> Failure:
         plain = isinstance(error, UserError)
