@@ -36,6 +36,7 @@ def _parser() -> argparse.ArgumentParser:
     train.add_argument("config", help="a YAML file")
     train.add_argument("--set", action="append", default=[], metavar="A.B=C", help="change one key of the file")
     train.add_argument("--overwrite", action="store_true", help="replace an earlier run in output_dir")
+    train.add_argument("--nproc", type=int, metavar="N", help="start N processes on this host, as torchrun would")
     train.set_defaults(run=_train)
     plan = commands.add_parser("plan", help="show stages, order and predicted bubble, without training")
     plan.add_argument("config", help="a YAML file")
@@ -52,10 +53,30 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _train(arguments: argparse.Namespace) -> int:
+    if arguments.nproc is not None:
+        return _train_in_processes(arguments)
     results = mlora.train(arguments.config, overrides=arguments.set, overwrite=arguments.overwrite)
     if results.failed:
         print(f"mlora: failed: {', '.join(results.failed)}", file=sys.stderr)
         return _FAILED
+    return _OK
+
+
+def _train_in_processes(arguments: argparse.Namespace) -> int:
+    """torch's own launcher, with the arguments of this command."""
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.run import main as torchrun
+
+    if arguments.nproc < 1:
+        raise UserError(f"--nproc {arguments.nproc}: give a positive number of processes")
+    command = ["-m", "mlora", "train", arguments.config]
+    command += [word for override in arguments.set for word in ("--set", override)]
+    command += ["--overwrite"] if arguments.overwrite else []
+    try:
+        torchrun(["--standalone", "--nproc-per-node", str(arguments.nproc), *command])
+    except ChildFailedError as error:
+        _, first = error.get_first_failure()
+        return first.exitcode if first.exitcode > 0 else 128 - first.exitcode
     return _OK
 
 
