@@ -76,6 +76,8 @@ def _train_in_processes(arguments: argparse.Namespace) -> int:
         torchrun(["--standalone", "--nproc-per-node", str(arguments.nproc), *command])
     except ChildFailedError as error:
         _, first = error.get_first_failure()
+        found = first.message["message"] if isinstance(first.message, dict) else first.message
+        print(f"mlora: {found}", file=sys.stderr)
         return first.exitcode if first.exitcode > 0 else 128 - first.exitcode
     return _OK
 

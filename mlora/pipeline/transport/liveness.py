@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import atexit
 import faulthandler
+import json
 import os
 import socket
 import sys
@@ -18,6 +19,7 @@ import time
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
+from pathlib import Path
 from types import TracebackType
 
 import torch.distributed as dist
@@ -33,7 +35,7 @@ class Liveness:
     """One rank's watch over the run: a context manager around everything that the rank does.
 
     Leaving it without an exception marks a clean end. Leaving it with one reports the exception, aborts, prints the
-    first real failure of the run as the last line, and raises SystemExit(1). Make and close transports inside it, so
+    first real failure of the run as the last line, and raises SystemExit (2 for a UserError, else 1). Make and close transports inside it, so
     that a failure is reported before their connections go, and name their ``abort`` with ``abort_on_failure``.
 
     The watch has its own connections to ``store``. A peer silent for ``silent_s`` seconds counts as dead.
@@ -97,7 +99,7 @@ class Liveness:
 
         The process ends ``grace_s`` seconds later, whatever it does.
         """
-        self._arm_exit()
+        self._arm_exit(_exit_code(error))
         failure = self._failure(error)
         if self._claim(failure) or not failure.consequence:
             self._print(failure.reason)
@@ -113,7 +115,7 @@ class Liveness:
             self.finish()
             return
         self.report_failure(error)
-        raise SystemExit(1) from None
+        raise SystemExit(_exit_code(error)) from None
 
     def _mark_finished(self) -> None:
         if self._rank:
@@ -191,12 +193,12 @@ class Liveness:
         self._print(f"stopping: {line}")
         self._abort()
 
-    def _arm_exit(self) -> None:
+    def _arm_exit(self, code: int = 1) -> None:
         """End the process without its clean-up, which fails beside threads that wait in an aborted connection.
 
         A thread outside Python does it after the grace time, even if the process hangs in a collective.
         """
-        atexit.register(os._exit, 1)
+        atexit.register(os._exit, code)
         faulthandler.dump_traceback_later(self._grace_s, exit=True, file=os.open(os.devnull, os.O_WRONLY))
 
     def _abort(self) -> None:
@@ -211,6 +213,7 @@ class Liveness:
         if not failure.consequence and self._rank in (0, failure.rank):
             self._print(failure.trace.rstrip() or failure.reason)
         _unless_gone(lambda: self._board.mark("shown", self._rank))  # before the line: torch logs a lost store
+        _tell_launcher(failure.line)
         self._print(f"stopped: {failure.line}")
         if self._rank == 0:
             _unless_gone(lambda: self._board.all_marked("shown", others, 3 * self._beat_s))
@@ -225,6 +228,19 @@ class Liveness:
     def _print(self, text: str) -> None:
         sys.stderr.write(f"rank {self._rank}: {text}\n")
         sys.stderr.flush()
+
+
+def _exit_code(error: BaseException) -> int:
+    """As of the command: 2 for the user's mistake, else 1."""
+    return 2 if isinstance(error, UserError) else 1
+
+
+def _tell_launcher(line: str) -> None:
+    """torchrun ends its own report with what it finds in this file."""
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if path:
+        facts = {"message": line, "extraInfo": {"py_callstack": line, "timestamp": str(int(time.time()))}}
+        Path(path).write_text(json.dumps({"message": facts}))
 
 
 def _unless_gone(call: Callable[[], object]) -> None:
