@@ -23,7 +23,7 @@ from mlora.pipeline.schedule import (
 )
 
 _POSITIONS = 400  # of the stream are simulated: past the ramps nothing new happens
-_PICTURED = 60
+_PICTURED = 24
 _SHOWN = 14  # actions of each row in the text
 
 
@@ -55,7 +55,7 @@ class Plan:
         """The picture's beginning as SVG, and beside it the whole as a trace for Chrome or Perfetto."""
         names = {adapter.index: adapter.config.name for adapter in self.prepared.adapters}
         begin = [t for t in self.timeline if (t.action.position or 0) < _PICTURED and t.action.step is None]
-        picture.write_text(svg(begin, names), encoding="utf-8")
+        picture.write_text(svg(begin, names, "layer·rows"), encoding="utf-8")
         picture.with_suffix(".trace.json").write_text(chrome_trace(self.timeline), encoding="utf-8")
 
 

@@ -15,10 +15,11 @@ _CHAR = 6.2  # px that a character of a label takes
 _LIGHTNESS = {"F": 0.80, "E": 0.92, "B": 0.58}
 
 
-def svg(timeline: Sequence[Timed], names: Mapping[int, str] | None = None) -> str:
+def svg(timeline: Sequence[Timed], names: Mapping[int, str] | None = None, unit: str = "s") -> str:
     """A Gantt chart: a lane per stage, a colour per adapter, F light, B dark, E outlined, a triangle per STEP.
 
-    A microbatch of several adapters is striped by their rows. ``names`` are the adapters' names for the legend.
+    A microbatch of several adapters is striped by their rows. ``names`` are the adapters' names for the legend,
+    ``unit`` is what the timeline's times are in.
     """
     stages = 1 + max(timed.action.stage for timed in timeline)
     begin, span = min(timed.start for timed in timeline), makespan(timeline) or 1.0
@@ -30,10 +31,10 @@ def svg(timeline: Sequence[Timed], names: Mapping[int, str] | None = None) -> st
         draw = _step_mark if timed.action.kind == "STEP" else _box
         body.append(draw(timed, x, max(0.5, (timed.stop - timed.start) * scale)))
     bottom = _TOP + stages * (_LANE + _GAP)
-    body += _axis(span, scale, bottom)
+    body += _axis(span, scale, bottom, unit)
     width = _LEFT + span * scale + 24
     legend, height = _legend(_adapters(timeline), names or {}, width, bottom + 44)
-    title = f"{stages} stages, {span:.4g} s, bubble {bubble(timeline):.1%}"
+    title = f"{stages} stages, {span:.4g} {unit}, bubble {bubble(timeline):.1%}"
     head = (
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width:.0f}" height="{height}" '
         f'viewBox="0 0 {width:.0f} {height}" font-family="sans-serif" font-size="11" fill="#222">'
@@ -128,13 +129,13 @@ def _step_mark(timed: Timed, x: float, width: float) -> str:
     return f'<path d="M{x:.1f} {y}l4 8h-8z" fill="{_colour(step.adapter, 0.4)}">{title}</path>'
 
 
-def _axis(span: float, scale: float, y: int) -> list[str]:
+def _axis(span: float, scale: float, y: int, unit: str) -> list[str]:
     tick = _round_tick(span / max(4.0, span * scale / 120))
     parts = [f'<path d="M{_LEFT} {y}h{span * scale:.1f}" stroke="#888"/>']
     for i in range(int(span / tick) + 1):
         x = _LEFT + i * tick * scale
         parts.append(f'<path d="M{x:.1f} {y}v5" stroke="#888"/>')
-        parts.append(_text(x, y + 17, f"{i * tick:.6g} s", anchor="middle"))
+        parts.append(_text(x, y + 17, f"{i * tick:.6g} {unit}", anchor="middle"))
     return parts
 
 
