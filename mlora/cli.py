@@ -78,7 +78,9 @@ def _train_in_processes(arguments: argparse.Namespace) -> int:
         _, first = error.get_first_failure()
         found = first.message["message"] if isinstance(first.message, dict) else first.message
         print(f"mlora: {found}", file=sys.stderr)
-        return first.exitcode if first.exitcode > 0 else 128 - first.exitcode
+        codes = [failure.exitcode for failure in error.failures.values()]
+        own = [code for code in codes if code > 0]  # the launcher ends the others by a signal
+        return max(own) if own else 128 - min(codes)
     return _OK
 
 

@@ -161,6 +161,8 @@ class PipelineConfig:
     def shape(self, world: int) -> tuple[int, int]:
         """(stages, replicas) for so many processes. Raises UserError where they do not fit."""
         if self.transport == "local":
+            if self.replicas not in (None, 1):
+                raise UserError("pipeline.replicas: a local pipeline is one replica; start processes with torchrun")
             return self.stages or 1, 1
         stages = self.stages or max(1, world // (self.replicas or 1))
         replicas = self.replicas or max(1, world // stages)

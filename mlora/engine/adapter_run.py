@@ -57,6 +57,11 @@ class AdapterRun:
             return self.config.max_steps
         return math.ceil(self.config.num_train_epochs * self.sampler.steps_per_epoch)
 
+    @property
+    def cost(self) -> float:
+        """Tokens of the whole training, on average: what the adapter costs a pipeline."""
+        return self.total_steps * self.config.rows_per_step * float(self.data.lengths.mean())
+
     def next_step(self) -> StepPlan | None:
         """The samples of the next unplanned step in canonical order: longest first, then index."""
         if self._planned == self.total_steps or self.state != "training":

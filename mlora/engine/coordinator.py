@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Literal
+from typing import Literal, Protocol
 
-from mlora.config import RunConfig
+from mlora.config import AdapterConfig, RunConfig
 from mlora.engine.adapter_run import AdapterRun, StepReport
 from mlora.engine.batches import packed_inputs
-from mlora.engine.recorder import Recorder
 from mlora.pipeline.executor import Entry, Window
 from mlora.pipeline.schedule import Planner
 from mlora.types import Segment, StepDecision
 
 Decision = Literal["end", "cancel"] | None
 OnStep = Callable[[StepReport], Decision]
+
+
+class Records(Protocol):
+    """Where an adapter's numbers go."""
+
+    def start(self, adapter: str) -> None: ...
+    def step(self, report: StepReport, config: AdapterConfig) -> None: ...
 
 
 class Coordinator:
@@ -28,10 +34,11 @@ class Coordinator:
         config: RunConfig,
         adapters: Sequence[AdapterRun],
         in_flight: Sequence[int],
-        recorder: Recorder,
+        recorder: Records,
         on_step: OnStep | None,
     ) -> None:
-        self._adapters, self._recorder, self._on_step = adapters, recorder, on_step
+        self._adapters = {adapter.index: adapter for adapter in adapters}
+        self._recorder, self._on_step = recorder, on_step
         self._planner = Planner(config.microbatch_tokens, in_flight)
         self._window = 1 if len(in_flight) == 1 else 4 * in_flight[0]
         self._waiting = list(adapters)

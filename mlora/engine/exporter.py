@@ -16,6 +16,14 @@ from mlora.engine.card import model_card
 Collect = Callable[[], list[Mapping[str, torch.Tensor]]]
 
 
+def collected(first: Mapping[str, torch.Tensor], collect: Collect) -> dict[str, torch.Tensor]:
+    """The matrices of all stages: the first one's and what ``collect`` brings."""
+    whole = dict(first)
+    for part in collect():
+        whole.update(part)
+    return whole
+
+
 class Exporter:
     """Takes adapters one after another, in the order in which they leave the stream."""
 
@@ -29,6 +37,10 @@ class Exporter:
         """Export ``adapter`` if it has ended. ``matrices`` are the first stage's; ``collect`` brings the others'."""
         self._jobs.append(self._thread.submit(self._export, adapter, matrices))
 
+    def write(self, adapter: AdapterRun, matrices: Mapping[str, torch.Tensor]) -> None:
+        """The same for an adapter whose matrices are all here."""
+        self._jobs.append(self._thread.submit(self._export_whole, adapter, matrices))
+
     def finish(self) -> None:
         """Wait until all is written. Raises what went wrong beyond a single adapter."""
         for job in self._jobs:
@@ -36,9 +48,9 @@ class Exporter:
         self._thread.shutdown()
 
     def _export(self, adapter: AdapterRun, matrices: Mapping[str, torch.Tensor]) -> None:
-        whole = dict(matrices)
-        for part in self._collect():
-            whole.update(part)
+        self._export_whole(adapter, collected(matrices, self._collect))
+
+    def _export_whole(self, adapter: AdapterRun, whole: Mapping[str, torch.Tensor]) -> None:
         if adapter.state == "ended":
             self._write(adapter, {name: (whole[f"{name}.A"], whole[f"{name}.B"]) for name in adapter.targets})
         if adapter.state != "ended":

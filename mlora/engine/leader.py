@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
 from mlora.config import RunConfig
 from mlora.engine.adapter_run import AdapterRun
-from mlora.engine.coordinator import Coordinator, OnStep
+from mlora.engine.coordinator import OnStep
 from mlora.engine.device import choose_device, choose_dtype
 from mlora.engine.exporter import Exporter
 from mlora.engine.layout import first_layers
 from mlora.engine.output import ADAPTERS, METRICS, PICTURE, TRACE, check_output, make_output
 from mlora.engine.prepare import prepare
 from mlora.engine.recorder import Recorder, print_table
+from mlora.engine.replicas import collector, deal, first_stage, hand_over, receive_all
 from mlora.engine.results import AdapterResult, Results
-from mlora.engine.worker import Job, Worker, model_digest
-from mlora.pipeline.executor import Entry
+from mlora.engine.worker import Job, model_digest
 from mlora.pipeline.schedule import Timed, chrome_trace, svg
 from mlora.pipeline.transport.base import Transport
 from mlora.pipeline.transport.control import Control
@@ -34,7 +34,7 @@ class Leader:
     def __init__(self, config: RunConfig, overwrite: bool, on_step: OnStep | None, world_size: int) -> None:
         self._config, self._on_step = config, on_step
         check_output(config.output_dir, overwrite)
-        stages, _ = config.pipeline.shape(world_size)
+        stages, replicas = config.pipeline.shape(world_size)
         self._prepared = prepare(config, stages)
         self._adapters = self._prepared.adapters
         self.job = Job(
@@ -42,34 +42,42 @@ class Leader:
             targets=tuple(adapter.targets for adapter in self._adapters),
             first_layers=first_layers(self._prepared.layers),
             in_flight=self._prepared.in_flight,
+            replicas=replicas,
             dtype=choose_dtype(config.dtype, choose_device(config.device)),
             model_digest=model_digest(self._prepared.folder),
         )
 
-    def run(self, device: torch.device, transport: Transport | None, control: Control | None) -> Results:
-        """Train to the end as stage 0; the other stages follow through ``control``."""
-        config = self._config
+    def run(
+        self, device: torch.device, transport: Transport | None, stages: Control | None, world: Control | None = None
+    ) -> Results:
+        """Train to the end as stage 0 of the first replica.
+
+        The other stages follow through ``stages``; other replicas, if there are any, report through ``world``.
+        """
+        config, (own, *others) = self._config, deal(self._adapters, self.job.replicas)
         recorder = Recorder(config.output_dir / METRICS)
-        coordinator = Coordinator(config, self._adapters, self.job.in_flight, recorder, self._on_step)
-
-        def collect() -> list[Mapping[str, torch.Tensor]]:
-            return [control.receive_tensors(rank) for rank in range(1, control.world)] if control else []
-
-        exporter = Exporter(config.output_dir / ADAPTERS, config.base_model, self._prepared.tokenizer, collect)
-
-        def deliver(entry: Entry, matrices: Mapping[str, torch.Tensor]) -> None:
-            exporter.take(self._adapters[entry.adapter], matrices)
-
-        worker = Worker(self.job, device, transport, deliver, coordinator.close_step)
+        exporter = Exporter(
+            config.output_dir / ADAPTERS, config.base_model, self._prepared.tokenizer, collector(stages)
+        )
+        worker, windows = first_stage(self.job, own, device, transport, stages, recorder, exporter, self._on_step)
         make_output(config.output_dir)
         recorder.open()
         try:
-            worker.run(coordinator.windows(control.publish if control else None))
+            with ThreadPoolExecutor(max(1, len(others)), thread_name_prefix="replica") as threads:
+                reports = []
+                for replica, share in enumerate(others, 1):
+                    assert world is not None
+                    rank = replica * len(self.job.in_flight)
+                    hand_over(world, rank, share)
+                    reports.append(threads.submit(receive_all, world, rank, self._adapters, recorder, exporter))
+                worker.run(windows)
+                for report in reports:
+                    report.result()
         finally:
             recorder.close()
         exporter.finish()
-        if control:
-            self._write_timeline(worker.executor.timeline, control)
+        if stages:
+            self._write_timeline(worker.executor.timeline, stages)
         results = Results(
             output_dir=config.output_dir,
             adapters={adapter.config.name: _result(adapter, exporter) for adapter in self._adapters},

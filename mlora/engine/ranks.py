@@ -5,11 +5,15 @@ from __future__ import annotations
 import socket
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Literal
 
 import torch
+import torch.distributed as dist
 
+from mlora.engine.coordinator import OnStep
 from mlora.engine.device import choose_device, prepare
 from mlora.engine.leader import Leader
+from mlora.engine.replicas import lead_replica
 from mlora.engine.results import Results
 from mlora.engine.worker import Job, Worker, model_digest
 from mlora.engine.world import World
@@ -44,7 +48,7 @@ def train_in_threads(leader: Leader) -> Results:
             raise
 
 
-def train_in_processes(world: World, lead: Callable[[int], Leader]) -> Results:
+def train_in_processes(world: World, lead: Callable[[int], Leader], on_step: OnStep | None) -> Results:
     """One stage per process. A process that dies or raises ends all others; the first real error is shown last."""
     store = world.open_store()
     with Liveness(store, world.rank, world.size) as watch:
@@ -54,19 +58,47 @@ def train_in_processes(world: World, lead: Callable[[int], Leader]) -> Results:
         job = _share(control, leader.job if leader else None)
         device = _device_of(job, world)
         prepare(device)
-        backend = job.config.pipeline.transport
-        named = backend if backend in ("gloo", "nccl") else None
-        transport = distributed_transport(store, range(world.size), world.rank, device, named)
-        watch.abort_on_failure(transport.abort)
+        first, ranks = _replica_of(job, world)
+        stages = control if job.replicas == 1 else _stage_control(store, world.rank - first, first, len(ranks))
+        transport = _transport(job, store, ranks, world.rank, device)
+        for channel in (stages, transport):
+            if channel is not None and channel is not control:
+                watch.abort_on_failure(channel.abort)
         if leader is not None:
-            results = leader.run(device, transport, control)
+            results = leader.run(device, transport, stages, control)
             control.publish(results)
-        else:
-            follow(job, device, transport, control)
+        elif world.rank == first:
+            lead_replica(job, device, transport, stages, control, on_step)
             results = control.next()
-        transport.close()
-        control.close()
+        else:
+            assert transport is not None and stages is not None
+            follow(job, device, transport, stages)
+            results = control.next()
+        for channel in {id(channel): channel for channel in (transport, stages, control)}.values():
+            if channel is not None:
+                channel.close()
         return results
+
+
+def _replica_of(job: Job, world: World) -> tuple[int, range]:
+    """The first rank of this rank's replica, and all its ranks in the order of stages."""
+    stages = len(job.in_flight)
+    first = world.rank // stages * stages
+    return first, range(first, first + stages)
+
+
+def _stage_control(store: dist.Store, rank: int, first: int, stages: int) -> Control | None:
+    if stages == 1:
+        return None
+    return distributed_control(dist.PrefixStore(f"replica/{first}", store), rank, stages)
+
+
+def _transport(job: Job, store: dist.Store, ranks: range, rank: int, device: torch.device) -> Transport | None:
+    if len(ranks) == 1:
+        return None
+    backend = job.config.pipeline.transport
+    named: Literal["gloo", "nccl"] | None = backend if backend in ("gloo", "nccl") else None
+    return distributed_transport(store, ranks, rank, device, named)
 
 
 def follow(job: Job, device: torch.device, transport: Transport, control: Control) -> None:

@@ -42,7 +42,7 @@ def train(
 
     world = torchrun_world()
     if world is not None and world.size > 1:
-        return train_in_processes(world, lead)
+        return train_in_processes(world, lead, on_step)
     return train_in_threads(lead(1))
 
 

@@ -29,6 +29,7 @@ class Job:
     targets: tuple[tuple[str, ...], ...]
     first_layers: tuple[int, ...]
     in_flight: tuple[int, ...]
+    replicas: int
     dtype: torch.dtype
     model_digest: str
 

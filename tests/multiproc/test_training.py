@@ -86,6 +86,19 @@ def test_processes_give_the_bits_of_one(config, alone, tmp_path, processes):
     assert_same(alone, tmp_path / "run")
 
 
+@pytest.mark.parametrize("stages, replicas", [(2, 2), (1, 2)])
+def test_replicas_give_the_bits_of_one(config, alone, tmp_path, stages, replicas):
+    finished = train(config, tmp_path / "run", "--nproc", str(stages * replicas), stages=stages, replicas=replicas)
+    assert finished.returncode == 0, finished.stdout + finished.stderr
+    assert_same(alone, tmp_path / "run")
+
+
+def test_processes_that_do_not_make_stages_times_replicas_are_refused(config, tmp_path):
+    finished = train(config, tmp_path / "run", "--nproc", "3", stages=2)
+    assert finished.returncode == 2
+    assert "2 stages × 1 replicas need 2 processes, but there are 3" in finished.stderr.strip().splitlines()[-1]
+
+
 def test_a_users_mistake_is_the_last_line_and_ends_all(config, tmp_path):
     broken = config | {"base_model": str(tmp_path / "nowhere")}
     finished = train(broken, tmp_path / "run", "--nproc", "2")

@@ -36,6 +36,18 @@ class Control:
         """The next published object, waiting for it; on every rank but 0. Raises TransportError."""
         return _receive_object(self._links[0])
 
+    def send(self, rank: int, obj: Any) -> None:
+        """From rank 0 to one other rank, which takes it with ``next``. Raises TransportError."""
+        _send_bytes(self._links[rank], _pickled(obj))
+
+    def report(self, obj: Any) -> None:
+        """To rank 0, which takes it with ``receive``. Raises TransportError."""
+        _send_bytes(self._links[0], _pickled(obj))
+
+    def receive(self, rank: int) -> Any:
+        """On rank 0: the next object that ``rank`` reported, waiting for it. Raises TransportError."""
+        return _receive_object(self._links[rank])
+
     def send_tensors(self, tensors: Mapping[str, Tensor]) -> None:
         """Send copies to rank 0, so that the tensors may change at once. Raises TransportError."""
         copies = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
@@ -52,9 +64,9 @@ class Control:
     def gather_objects(self, obj: Any) -> list[Any] | None:
         """All ranks give an object; rank 0 gets them in order of rank, the others None. Raises TransportError."""
         if self.rank:
-            _send_bytes(self._links[0], _pickled(obj))
+            self.report(obj)
             return None
-        return [obj] + [_receive_object(self._links[rank]) for rank in range(1, self.world)]
+        return [obj] + [self.receive(rank) for rank in range(1, self.world)]
 
     def close(self) -> None:
         """Wait until everything sent has arrived. Raises TransportError where it cannot."""
