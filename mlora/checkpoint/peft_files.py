@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
@@ -30,9 +30,16 @@ class ExportError(RuntimeError):
 
 
 def write_adapter(
-    folder: Path, config: AdapterConfig, base_model: str, targets: tuple[str, ...], matrices: Matrices
+    folder: Path,
+    config: AdapterConfig,
+    base_model: str,
+    targets: tuple[str, ...],
+    matrices: Matrices,
+    extras: Callable[[Path], object] = lambda folder: None,
 ) -> None:
     """Write the adapter's two files into a new ``folder``, which appears only when both read back bit for bit.
+
+    ``extras`` writes what else shall lie there, such as the tokenizer, before the folder appears.
 
     Raises ExportError where a targeted module is missing, a value is not finite as float32, every B is zero, or the
     disk does not take the files; nothing is left behind then.
@@ -47,9 +54,10 @@ def write_adapter(
         save_file(tensors, staging / _WEIGHTS, metadata={"format": "pt"})
         (staging / _CONFIG).write_text(text + "\n", encoding="utf-8")
         _compare(tensors, _read_tensors(staging / _WEIGHTS), staging / _WEIGHTS)
+        extras(staging)
         _sync(staging)
         staging.rename(folder)
-    except (OSError, SafetensorError, UserError) as error:
+    except Exception as error:  # a full disk is an OSError, a SafetensorError or, from tokenizers, a bare Exception
         size = sum(tensor.nbytes for tensor in tensors.values())
         raise ExportError(f"{folder} cannot be written, it needs {size:,} bytes: {error}") from error
     finally:

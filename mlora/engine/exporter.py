@@ -58,11 +58,14 @@ class Exporter:
 
     def _write(self, adapter: AdapterRun, matrices: Mapping[str, tuple[torch.Tensor, torch.Tensor]]) -> None:
         folder = self._folder / adapter.config.name
+
+        def extras(place: Path) -> None:
+            self._tokenizer.save_pretrained(place)
+            (place / "README.md").write_text(model_card(adapter, self._base_model), encoding="utf-8")
+
         try:
-            write_adapter(folder, adapter.config, self._base_model, adapter.targets, matrices)
-            self._tokenizer.save_pretrained(folder)
-            (folder / "README.md").write_text(model_card(adapter, self._base_model), encoding="utf-8")
-        except (ExportError, OSError) as error:
+            write_adapter(folder, adapter.config, self._base_model, adapter.targets, matrices, extras)
+        except ExportError as error:
             adapter.state, adapter.reason = "failed", f"not exported: {error}"
         else:
             self.folders[adapter.index] = folder

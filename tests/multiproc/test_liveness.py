@@ -11,14 +11,11 @@ from mlora.pipeline.transport.store import open_store
 from mlora.types import UserError
 
 
-def check_failed(ended, pattern, ranks, within_s=20, mistaken=None):
-    """All these ranks ended by themselves, and the last thing they show matches ``pattern``.
-
-    The code is 1, or 2 on the rank that met the user's mistake.
-    """
+def check_failed(ended, pattern, ranks, within_s=20, code=1):
+    """All these ranks ended by themselves with ``code``, and the last thing they show matches ``pattern``."""
     for rank in ranks:
         output = f"rank {rank}:\n{ended[rank].output}"
-        assert ended[rank].code == (2 if rank == mistaken else 1), f"code {ended[rank].code}, {output}"
+        assert ended[rank].code == code, f"code {ended[rank].code}, {output}"
         assert ended[rank].seconds < within_s, output
         assert re.search(pattern, ended[rank].last_line), output
 
@@ -59,7 +56,7 @@ def test_an_error_on_the_rank_that_holds_the_store_reaches_the_others():
 
 def test_a_users_mistake_has_no_traceback():
     ended = run("processes:watched", 3, "rank_1_has_a_user_error")
-    check_failed(ended, r"failed: data.jsonl:7, column 'text': not text; write text$", range(3), mistaken=1)
+    check_failed(ended, r"failed: data.jsonl:7, column 'text': not text; write text$", range(3), code=2)
     assert not any("Traceback" in process.output for process in ended)
 
 

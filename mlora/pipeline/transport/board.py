@@ -21,6 +21,7 @@ class Failure:
     reason: str
     trace: str = ""
     consequence: bool = False
+    code: int = 1  # with which all ranks end
 
     @property
     def line(self) -> str:

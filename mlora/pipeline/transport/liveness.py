@@ -35,7 +35,7 @@ class Liveness:
     """One rank's watch over the run: a context manager around everything that the rank does.
 
     Leaving it without an exception marks a clean end. Leaving it with one reports the exception, aborts, prints the
-    first real failure of the run as the last line, and raises SystemExit (2 for a UserError, else 1). Make and close
+    first real failure of the run as the last line, and raises SystemExit (2 if it was a UserError, else 1). Make and close
     transports inside it, so that a failure is reported before their connections go, and name their ``abort`` with
     ``abort_on_failure``.
 
@@ -61,6 +61,7 @@ class Liveness:
         self._aborts: list[Callable[[], None]] = []
         self._lock = threading.Lock()
         self._known: Failure | None = None  # the first failure that this rank has met, its own or another's
+        self._code = 1
         self._stop = threading.Event()
         self._board = Board(store)
         self._board.set_host(rank, self._host)
@@ -83,7 +84,7 @@ class Liveness:
     def finish(self) -> None:
         """Mark a clean end: from now on this rank's silence means nothing.
 
-        Rank 0 returns when all others have finished too, since the store may end with it. Raises SystemExit(1) if
+        Rank 0 returns when all others have finished too, since the store may end with it. Raises SystemExit if
         the run fails meanwhile.
         """
         try:
@@ -93,14 +94,14 @@ class Liveness:
         if self._known is not None:
             self._arm_exit()
             self._show_first()
-            raise SystemExit(1)
+            raise SystemExit(self._code)
 
     def report_failure(self, error: BaseException) -> None:
         """Write the error into the store for all ranks, abort, and print the run's first real failure as last line.
 
         The process ends ``grace_s`` seconds later, whatever it does.
         """
-        self._arm_exit(_exit_code(error))
+        self._arm_exit()
         failure = self._failure(error)
         if self._claim(failure) or not failure.consequence:
             self._print(failure.reason)
@@ -116,7 +117,7 @@ class Liveness:
             self.finish()
             return
         self.report_failure(error)
-        raise SystemExit(_exit_code(error)) from None
+        raise SystemExit(self._code) from None
 
     def _mark_finished(self) -> None:
         if self._rank:
@@ -142,6 +143,7 @@ class Liveness:
             reason=text if plain else f"{type(error).__name__}: {text}".removesuffix(": "),
             trace="" if plain else "".join(traceback.format_exception(error)),
             consequence=isinstance(error, TransportError),
+            code=2 if plain else 1,
         )
 
     def _beat(self, board: Board) -> None:
@@ -194,12 +196,12 @@ class Liveness:
         self._print(f"stopping: {line}")
         self._abort()
 
-    def _arm_exit(self, code: int = 1) -> None:
+    def _arm_exit(self) -> None:
         """End the process without its clean-up, which fails beside threads that wait in an aborted connection.
 
         A thread outside Python does it after the grace time, even if the process hangs in a collective.
         """
-        atexit.register(os._exit, code)
+        atexit.register(lambda: os._exit(self._code))
         faulthandler.dump_traceback_later(self._grace_s, exit=True, file=os.open(os.devnull, os.O_WRONLY))
 
     def _abort(self) -> None:
@@ -211,6 +213,7 @@ class Liveness:
     def _show_first(self) -> None:
         """Print the run's first failure; rank 0, whose store may end with it, then waits until all others have too."""
         failure, others = self._first_failure(), range(1, self._world)
+        self._code = failure.code
         if not failure.consequence and self._rank in (0, failure.rank):
             self._print(failure.trace.rstrip() or failure.reason)
         _unless_gone(lambda: self._board.mark("shown", self._rank))  # before the line: torch logs a lost store
@@ -229,11 +232,6 @@ class Liveness:
     def _print(self, text: str) -> None:
         sys.stderr.write(f"rank {self._rank}: {text}\n")
         sys.stderr.flush()
-
-
-def _exit_code(error: BaseException) -> int:
-    """As of the command: 2 for the user's mistake, else 1."""
-    return 2 if isinstance(error, UserError) else 1
 
 
 def _tell_launcher(line: str) -> None:
