@@ -27,6 +27,7 @@ _INITS = (True, False, "gaussian", "orthogonal")
 _REFUSED: dict[str, tuple[tuple[object, ...], str]] = {
     "use_dora": ((False, None), "DoRA normalises the merged weight, which a shared frozen product cannot do"),
     "use_qalora": ((False, None), "QALoRA pools the input of each adapter, which a shared product cannot do"),
+    "use_bdlora": ((False, None), "block-diagonal A or B are not stored in blocks here"),
     "bias": (("none", None), "biases belong to the frozen model that all adapters share"),
     "modules_to_save": ((None, []), "full copies of modules would not be shared between adapters"),
     "trainable_token_indices": ((None, []), "the embedding is frozen and shared"),

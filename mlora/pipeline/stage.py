@@ -17,9 +17,9 @@ import torch
 from mlora.adapters.optimizer import Optimizer
 from mlora.adapters.state import AdapterState
 from mlora.ops.batch_lora import LoraGroup
-from mlora.ops.cross_entropy import linear_cross_entropy
+from mlora.ops.cross_entropy import CHUNK_ROWS, linear_cross_entropy
 from mlora.ops.exact import exact_sum
-from mlora.types import IGNORE, MERGED_LINEARS, Microbatch, StepDecision, padded
+from mlora.types import IGNORE, MERGED_LINEARS, ROW_MULTIPLE, Microbatch, StepDecision, padded
 
 Banks = dict[int, dict[str, dict[int, LoraGroup]]]  # layer -> merged linear -> slot -> matrices
 
@@ -149,13 +149,13 @@ class Stage:
 
 
 def _targets(batch: Batch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Rows with a target, their labels and weights, padded with weight-0 rows to a multiple of ROW_MULTIPLE."""
+    """Rows with a target, their labels and weights, padded with weight-0 rows: on a GPU to whole chunks of the head."""
     weights_T = torch.zeros(batch.targets_T.shape[0], dtype=torch.float64)
     for segment in batch.microbatch.segments:
         weights_T[segment.start : segment.stop] = 1 / segment.target_tokens
     rows_N = (batch.targets_T != IGNORE).nonzero()[:, 0]
-    extra = padded(len(rows_N)) - len(rows_N)
     device = batch.input_ids_T.device
+    extra = padded(len(rows_N), ROW_MULTIPLE if device.type == "cpu" else CHUNK_ROWS) - len(rows_N)
     weights_N = torch.nn.functional.pad(weights_T[rows_N], (0, extra))
     rows_N = torch.nn.functional.pad(rows_N, (0, extra))
     labels_N = batch.targets_T[rows_N].clamp(min=0)

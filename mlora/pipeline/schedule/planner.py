@@ -66,10 +66,17 @@ class Planner:
         cap: the most rows of one microbatch.
         in_flight: w(s) for each stage, see ``schedule.in_flight``.
         floor: rows under which a smaller microbatch is no cheaper; steps are not cut into smaller ones than that.
+        bucket: rows of a microbatch with its padding.
     """
 
-    def __init__(self, cap: int, in_flight: Sequence[int] = (1,), floor: int = ROW_MULTIPLE) -> None:
-        self._cap, self._floor = cap, floor
+    def __init__(
+        self,
+        cap: int,
+        in_flight: Sequence[int] = (1,),
+        floor: int = ROW_MULTIPLE,
+        bucket: Callable[[int], int] = padded,
+    ) -> None:
+        self._cap, self._floor, self._bucket = cap, floor, bucket
         self._gap, self._stages = in_flight[0], len(in_flight)
         self._index = 0
         self._lines: dict[int, _Line] = {}
@@ -110,7 +117,7 @@ class Planner:
         segments = self._pack(lines)
         position = Position(
             index=self._index,
-            microbatch=Microbatch(self._index, tuple(segments), padded(segments[-1].stop)) if segments else None,
+            microbatch=Microbatch(self._index, tuple(segments), self._bucket(segments[-1].stop)) if segments else None,
             forward_only=bool(lines) and lines[0].forward_only,
             steps=tuple(self._carried.pop(self._index, ())),
         )

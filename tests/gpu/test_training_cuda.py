@@ -1,0 +1,83 @@
+"""Invariants 2, 3 and 5 on a GPU, bit for bit, for the shapes listed here: tiny models and SmolLM2's shape."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.cpu.runs import outcome, run, write_rows
+from tests.cpu.tiny import save_tiny
+from tests.multiproc.test_training import assert_same
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+SHAPES = {
+    "tiny": {"num_hidden_layers": 4},
+    "smollm2": {
+        "hidden_size": 576,
+        "intermediate_size": 1536,
+        "num_attention_heads": 9,
+        "num_key_value_heads": 3,
+        "num_hidden_layers": 4,
+    },
+}
+
+
+@pytest.fixture(scope="module", params=[(s, d) for s in SHAPES for d in ("bfloat16", "float32")], ids=str)
+def case(request, tmp_path_factory):
+    shape, dtype = request.param
+    folder = tmp_path_factory.mktemp(shape)
+    model = save_tiny(folder / "model", "llama3.2", **SHAPES[shape])
+    common = {"learning_rate": 1e-2, "max_steps": 6, "warmup_steps": 1}
+    rows = {name: str(write_rows(folder / f"{name}.jsonl", 30, i, 40)) for i, name in enumerate("abc")}
+    adapters = [
+        common | {"name": "a", "dataset": rows["a"], "r": 8, "lora_dropout": 0.1, "max_grad_norm": 0.5},
+        common | {"name": "b", "dataset": rows["b"], "r": 4, "target_modules": ["q_proj", "down_proj"]},
+        common | {"name": "c", "dataset": rows["c"], "r": 64, "per_device_train_batch_size": 2},
+    ]
+    alone = outcome(run(folder / "alone", model, adapters[:1], dtype=dtype), "a")
+    return model, adapters, dtype, alone, folder
+
+
+@pytest.mark.parametrize("cap", [150, 700, 4096])
+def test_company_cuts_and_recompute_change_no_bit(case, tmp_path, cap):
+    model, adapters, dtype, alone, _ = case
+    shared = run(tmp_path / "run", model, adapters, dtype=dtype, microbatch_tokens=cap, recompute=cap == 700)
+    assert not alone.differences(outcome(shared, "a"))
+    assert alone.losses[-1] < alone.losses[1]
+
+
+@pytest.mark.parametrize("stages", [2, 4])
+def test_stages_in_one_process_change_no_bit(case, tmp_path, stages):
+    model, adapters, dtype, alone, _ = case
+    pipeline = {"stages": stages, "transport": "local"}
+    shared = run(tmp_path / "run", model, adapters, dtype=dtype, microbatch_tokens=300, pipeline=pipeline)
+    assert not alone.differences(outcome(shared, "a"))
+
+
+@pytest.mark.parametrize("processes", [2, 4])
+def test_nccl_processes_on_one_gpu_change_no_bit(case, tmp_path, processes):
+    model, adapters, dtype, _, folder = case
+    config = {"base_model": str(model), "dtype": dtype, "microbatch_tokens": 300, "adapters": adapters}
+    one = run(folder / f"one{processes}", model, adapters, dtype=dtype, microbatch_tokens=300)
+    path = tmp_path / "run.json"
+    path.write_text(json.dumps(config | {"output_dir": str(tmp_path / "run"), "pipeline": {"transport": "nccl"}}))
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
+    script = str(Path(__file__).with_name("one_gpu.py"))
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(["", *sys.path])}
+    finished = subprocess.run(
+        [*launcher, script, "train", str(path)],
+        check=False,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert finished.returncode == 0, finished.stdout + finished.stderr
+    assert_same(one.output_dir, tmp_path / "run")
