@@ -241,7 +241,7 @@ def parse_config(tree: Mapping[str, Any], base: str | Path = ".") -> RunConfig:
     values = {key: _convert(RunConfig, key, value, key) for key, value in tree.items()}
     values["output_dir"] = base / values.get("output_dir", RunConfig.output_dir)
     if (base / values["base_model"]).is_dir():
-        values["base_model"] = str(base / values["base_model"])
+        values["base_model"] = str((base / values["base_model"]).resolve())
     return RunConfig(adapters=adapters, pipeline=pipeline, **values)
 
 

@@ -30,7 +30,7 @@ def train(
         config: a RunConfig, its plain form as in the YAML file, or the file's path.
         overrides: ``a.b=c`` strings that change keys of the file.
         overwrite: replace an earlier run in ``output_dir``; without it that is an error.
-        on_step: called after every optimizer step. "end" ends that adapter as if its last step were done,
+        on_step: called with the numbers of every optimizer step. "end" ends that adapter as if its last step were done,
             "cancel" ends it without an export; the others go on, and not a bit of theirs changes.
 
     Raises:

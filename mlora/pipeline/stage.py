@@ -9,7 +9,7 @@ Letters: T packed rows, N rows with a target, D model dim, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -73,7 +73,8 @@ class Stage:
     def __init__(self, model: SliceModel, recompute: bool = False) -> None:
         self.model = model
         self._recompute = recompute
-        self._banks: Banks = {layer: {merged: {} for merged in MERGED_LINEARS} for layer in model.layers}
+        self._banks = _empty_banks(model.layers)
+        self._without_dropout = _empty_banks(model.layers)
         self._optimizers: dict[int, Optimizer] = {}
         self._states: dict[int, AdapterState] = {}
         self._losses: dict[int, list[torch.Tensor]] = {}
@@ -88,11 +89,12 @@ class Stage:
                 group = state.group(layer, merged)
                 if group is not None:
                     bank[slot] = group
+                    self._without_dropout[layer][merged][slot] = replace(group, dropout=0.0)
 
     def leave(self, slot: int) -> None:
         """Free the slot. The adapter must have no microbatch in flight."""
         del self._states[slot], self._optimizers[slot], self._losses[slot]
-        for banks in self._banks.values():
+        for banks in (*self._banks.values(), *self._without_dropout.values()):
             for bank in banks.values():
                 bank.pop(slot, None)
 
@@ -122,9 +124,9 @@ class Stage:
 
     @torch.no_grad()
     def evaluate(self, batch: Batch, x_TD: torch.Tensor | None = None) -> torch.Tensor:
-        """E: forward only; on the last stage the logits [T, V], elsewhere the rows for the next stage."""
+        """E: forward only, without dropout; on the last stage the logits [T, V], else the rows for the next stage."""
         x_TD = self.model.embed(batch.input_ids_T) if x_TD is None else x_TD
-        out = self.model.run(x_TD, self.model.pack(batch.microbatch), self._banks, recompute=False)
+        out = self.model.run(x_TD, self.model.pack(batch.microbatch), self._without_dropout, recompute=False)
         return self.model.norm(out) @ self.model.head_VD.T if self.model.is_last else out
 
     def close_step(self, slot: int) -> StepSums:
@@ -146,6 +148,10 @@ class Stage:
             count = int((batch.targets_T[segment.start : segment.stop] != IGNORE).sum())
             self._losses[segment.slot].append(nll_N[start : start + count])
             start += count
+
+
+def _empty_banks(layers: range) -> Banks:
+    return {layer: {merged: {} for merged in MERGED_LINEARS} for layer in layers}
 
 
 def _targets(batch: Batch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

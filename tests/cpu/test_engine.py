@@ -203,7 +203,8 @@ def test_a_skipped_step_moves_nothing(tmp_path, model, rows, monkeypatch):
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_half_precision_models_train_and_export_float32(tmp_path, model, rows, dtype):
+def test_half_precision_models_train_and_export_float32(tmp_path, model, dtype):
+    rows = str(write_rows(tmp_path / "rows.jsonl", 8, seed=2, longest=4))
     adapters = [_adapter(rows, "a", max_steps=100), _adapter(rows, "b", max_steps=100, lora_dropout=0.1, r=16)]
     results = run(tmp_path / "run", model, adapters, dtype=dtype)
     for name in ("a", "b"):

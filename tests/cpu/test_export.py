@@ -249,12 +249,13 @@ def test_a_run_without_adapters_is_a_users_mistake(tmp_path):
 
 
 @pytest.fixture
-def small_disk(tmp_path):
+def small_disk(tmp_path, request):
+    """A disk of 64 KiB, or of as many as a test asks for."""
     if os.geteuid() != 0:
         pytest.skip("mounting a small disk needs root")
     folder = tmp_path / "disk"
     folder.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", folder]
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={getattr(request, 'param', 64)}k", "tmpfs", folder]
     if subprocess.run(mount, check=False, capture_output=True).returncode:
         pytest.skip("mounting is not allowed here")
     yield folder
@@ -268,14 +269,15 @@ def test_a_full_disk_leaves_nothing_half_written(small_disk):
     assert not list(small_disk.iterdir())
 
 
-def test_on_a_full_disk_the_adapter_fails_by_name_and_the_run_ends(small_disk, tmp_path, model):
+@pytest.mark.parametrize(("small_disk", "r"), [(64, 64), (24, 1)], indirect=["small_disk"])
+def test_on_a_full_disk_the_adapter_fails_by_name_and_the_run_ends(small_disk, tmp_path, model, r):
+    """Too small for the weights, or for the tokenizer beside them."""
     data = str(write_rows(tmp_path / "rows.jsonl", 8, seed=1))
-    common = {"dataset": data, "max_steps": 2, "warmup_steps": 0}
-    adapters = [{"name": "large", "r": 64, **common}, {"name": "small", "r": 1, "target_modules": ["v_proj"], **common}]
-    results = run(small_disk / "run", model, adapters)
+    keys = {"r": r, "target_modules": ["v_proj"] if r == 1 else "all-linear", "max_steps": 2, "warmup_steps": 0}
+    results = run(small_disk / "run", model, [{"name": "large", "dataset": data, **keys}])
     large = results.adapters["large"]
     assert large.state == "failed" and "No space left" in large.reason and large.folder is None
-    assert not any("large" in path.name for path in (small_disk / "run" / "adapters").iterdir())
+    assert not list((small_disk / "run" / "adapters").iterdir())
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import itertools
 import pickle
 import random
 import time
+from collections.abc import Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from functools import cache
@@ -43,7 +44,7 @@ from mlora.types import IGNORE, Microbatch, SampleRef, StepDecision, StepPlan
 
 STAGES = 4
 FORWARD_S, BACKWARD_S = 0.012, 0.024
-STEPS = (9, 12, 40, 20, 16, 19, 14, 11, 8)  # of each adapter; chosen so that the last ones end together
+STEPS = (11, 12, 40, 21, 15, 14, 11, 9, 4)  # of each adapter; chosen so that the last ones end together
 ENDED_EARLY, AT_STEP = "a2", 5  # this adapter is ended by hand, with microbatches of its planned already
 WIDTH, CAP, ACTIVE = 4, 128, 5
 
@@ -170,7 +171,7 @@ def _config(steps: tuple[int, ...]) -> RunConfig:
         {"name": f"a{i}", "dataset": "none", "max_steps": count, "per_device_train_batch_size": 4 + i % 3}
         for i, count in enumerate(steps)
     ]
-    tree = {"base_model": "none", "adapters": adapters, "microbatch_tokens": CAP, "max_active": ACTIVE}
+    tree = {"base_model": "none", "adapters": adapters, "microbatch_tokens": CAP, "max_active": ACTIVE, "device": "cpu"}
     return parse_config(tree)
 
 
@@ -186,14 +187,21 @@ def _coordinator(config: RunConfig, flight: tuple[int, ...]) -> Coordinator:
 
 
 class FlushingExecutor(Executor):
-    """What must be noticed: it waits for an empty pipeline behind every w(0) positions."""
+    """What must be noticed: it waits for an empty pipeline behind every few positions."""
 
-    def _walk(self, positions: tuple[Position, ...]) -> None:
-        flush = self._in_flight[0]
-        for first in range(0, len(positions), flush):
-            part = positions[first : first + flush]
+    every = 8
+
+    def _walk(self, positions: Sequence[Position]) -> None:
+        for first in range(0, len(positions), self.every):
+            part = positions[first : first + self.every]
             super()._walk([*part, *drain(part[-1].index + 1, self._in_flight)])
             self._row = StageRow(self._index, self._in_flight)
+
+
+class SeamFlushingExecutor(FlushingExecutor):
+    """It waits for an empty pipeline at the end of every window."""
+
+    every = 1_000_000
 
 
 def run_stage(

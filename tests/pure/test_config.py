@@ -165,6 +165,7 @@ def test_base_model_is_needed():
 WANTED = {  # what one would write to ask for it
     "use_dora": True,
     "use_qalora": True,
+    "use_bdlora": {"nblocks": 2},
     "bias": "all",
     "modules_to_save": ["lm_head"],
     "trainable_token_indices": [1],
@@ -340,7 +341,7 @@ def test_adding_a_flag_is_a_decision():
         for name, command in commands.choices.items()
     }
     assert flags == {
-        "train": "-h --help config --set --overwrite",
+        "train": "-h --help config --set --overwrite --nproc",
         "plan": "-h --help config --stages --set --picture",
         "verify": "-h --help output_dir",
         "env": "-h --help",
