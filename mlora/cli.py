@@ -7,9 +7,13 @@ import platform
 import sys
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import mlora
 from mlora.types import UserError
+
+if TYPE_CHECKING:
+    from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 _OK, _BUG, _USER, _FAILED, _INTERRUPTED = 0, 1, 2, 3, 128 + 2
 
@@ -75,13 +79,19 @@ def _train_in_processes(arguments: argparse.Namespace) -> int:
     try:
         torchrun(["--standalone", "--nproc-per-node", str(arguments.nproc), *command])
     except ChildFailedError as error:
-        _, first = error.get_first_failure()
-        found = first.message["message"] if isinstance(first.message, dict) else first.message
-        print(f"mlora: {found}", file=sys.stderr)
-        codes = [failure.exitcode for failure in error.failures.values()]
-        own = [code for code in codes if code > 0]  # the launcher ends the others by a signal
-        return max(own) if own else 128 - min(codes)
+        rank, first = error.get_first_failure()
+        print(f"mlora: {_reason(rank, first)}", file=sys.stderr)
+        own = [failure.exitcode for failure in error.failures.values() if failure.exitcode > 0]
+        return max(own) if own else 128 - first.exitcode  # the launcher ends the others by a signal
     return _OK
+
+
+def _reason(rank: int, failure: ProcessFailure) -> str:
+    """What a process said of its end, else what its exit code says; torch's words then point to a page of torch's."""
+    if isinstance(failure.message, dict):
+        return failure.message["message"]
+    ended = failure.message if failure.exitcode < 0 else f"exit code {failure.exitcode}; its own words are above"
+    return f"rank {rank} failed: {ended}"
 
 
 def _plan(arguments: argparse.Namespace) -> int:

@@ -35,6 +35,17 @@ def row_bucket(device: torch.device) -> Callable[[int], int]:
     return padded if device.type == "cpu" else lambda rows: max(_LEAST_CUDA_ROWS, padded(rows, 256))
 
 
+def prepare_for_nccl() -> None:
+    """Set what CUDA and NCCL read when they start; call before anything touches a GPU.
+
+    A receive that is posted early waits on the GPU. Loading a kernel at its first use, CUDA's default, may wait for all
+    that runs there, that receive too, which waits for a stage that waits for this one: so kernels are loaded at start.
+    torch's own watch over NCCL would end the process before the first real error is shown; Liveness does that work.
+    """
+    os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")
+    os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
+
+
 def prepare(device: torch.device) -> None:
     """Make equal inputs give equal bits.
 

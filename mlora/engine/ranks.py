@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from mlora.engine.coordinator import OnStep
-from mlora.engine.device import choose_device, prepare
+from mlora.engine.device import choose_device, prepare, prepare_for_nccl
 from mlora.engine.leader import Leader
 from mlora.engine.replicas import lead_replica
 from mlora.engine.results import Results
@@ -50,6 +50,7 @@ def train_in_threads(leader: Leader) -> Results:
 
 def train_in_processes(world: World, lead: Callable[[int], Leader], on_step: OnStep | None) -> Results:
     """One stage per process. A process that dies or raises ends all others; the first real error is shown last."""
+    prepare_for_nccl()
     store = world.open_store()
     with Liveness(store, world.rank, world.size) as watch:
         control = distributed_control(store, world.rank, world.size)

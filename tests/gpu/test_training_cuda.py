@@ -77,7 +77,7 @@ def test_nccl_processes_on_one_gpu_change_no_bit(case, tmp_path, processes):
         env=environment,
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=120,
     )
     assert finished.returncode == 0, finished.stdout + finished.stderr
     assert_same(one.output_dir, tmp_path / "run")

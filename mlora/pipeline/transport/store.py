@@ -2,25 +2,76 @@
 
 from __future__ import annotations
 
+import socket
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
 from datetime import timedelta
+from threading import Thread
+from typing import TypeVar
 
 import torch.distributed as dist
 
 from mlora.pipeline.transport.base import OPERATION_TIMEOUT
 from mlora.types import UserError
 
+T = TypeVar("T")
+_RETRY_S = 0.5
 
-def open_store(host: str, port: int, *, serve: bool, timeout_s: float = 60) -> dist.TCPStore:
+
+def open_store(host: str, port: int, *, serve: bool, timeout_s: float = 50) -> dist.TCPStore:
     """Connect to the store at ``host:port``, or serve it there (one rank does; port 0 takes a free one: ``.port``).
 
     Raises UserError naming host and port when the port is taken, the name does not resolve, or nobody answers in time.
     """
-    timeout = timedelta(seconds=timeout_s)
+    deadline = time.monotonic() + timeout_s
     try:
-        store = dist.TCPStore(host, port, is_master=serve, timeout=timeout, wait_for_workers=False)
-    except RuntimeError as error:
+        _wait_for_address(host, port, deadline, resolve_only=serve)
+        left = max(1.0, deadline - time.monotonic())
+        timeout = timedelta(seconds=left)
+        store = _within(left, lambda: dist.TCPStore(host, port, None, serve, timeout, wait_for_workers=False))
+    except (OSError, RuntimeError) as error:
         text = " ".join(str(error).split())
-        advice = "choose a free port" if serve else "is the first rank running there, and can this host reach it?"
-        raise UserError(f"rendezvous at {host}:{port} failed: {text[:200]}; {advice}") from error
+        raise UserError(f"rendezvous at {host}:{port} failed: {text[:200]}; {_advice(error, serve)}") from error
     store.set_timeout(OPERATION_TIMEOUT)
     return store
+
+
+def _wait_for_address(host: str, port: int, deadline: float, resolve_only: bool) -> None:
+    """Until the name resolves and somebody listens: torch's own attempts take up to three times their limit, and log
+    a C++ trace each. Raises OSError with the last reason at the deadline."""
+    while True:
+        try:
+            if resolve_only:
+                socket.getaddrinfo(host, port)
+            else:
+                socket.create_connection((host, port), max(1.0, deadline - time.monotonic())).close()
+            return
+        except OSError:
+            if time.monotonic() + _RETRY_S > deadline:
+                raise
+            time.sleep(_RETRY_S)
+
+
+def _within(seconds: float, call: Callable[[], T]) -> T:
+    """The call's result. Raises TimeoutError where it takes longer: torch waits for ever for an answer of a foreign
+    service that takes the connection and says nothing."""
+    future: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(call())
+        except Exception as error:
+            future.set_exception(error)
+
+    Thread(target=run, name="rendezvous", daemon=True).start()
+    try:
+        return future.result(seconds + _RETRY_S)
+    except TimeoutError:
+        raise TimeoutError("what listens there does not answer as the run's store") from None
+
+
+def _advice(error: Exception, serve: bool) -> str:
+    if isinstance(error, socket.gaierror):
+        return "this host cannot resolve the name; check MASTER_ADDR"
+    return "choose a free port" if serve else "is the first rank running there, and can this host reach it?"
