@@ -81,7 +81,7 @@ def _train_in_processes(arguments: argparse.Namespace) -> int:
     except ChildFailedError as error:
         rank, first = error.get_first_failure()
         print(f"mlora: {_reason(rank, first)}", file=sys.stderr)
-        own = [failure.exitcode for failure in error.failures.values() if failure.exitcode > 0]
+        own = [failure.exitcode for failure in error.failures.values() if 0 < failure.exitcode < 128]
         return max(own) if own else 128 - first.exitcode  # the launcher ends the others by a signal
     return _OK
 

@@ -36,13 +36,7 @@ def row_bucket(device: torch.device) -> Callable[[int], int]:
 
 
 def prepare_for_nccl() -> None:
-    """Set what CUDA and NCCL read when they start; call before anything touches a GPU.
-
-    A receive that is posted early waits on the GPU. Loading a kernel at its first use, CUDA's default, may wait for all
-    that runs there, that receive too, which waits for a stage that waits for this one: so kernels are loaded at start.
-    torch's own watch over NCCL would end the process before the first real error is shown; Liveness does that work.
-    """
-    os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")
+    """Leave the watch over NCCL to Liveness: torch's own would end the process before the first real error is shown."""
     os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
 
 

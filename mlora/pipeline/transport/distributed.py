@@ -183,45 +183,51 @@ class _Completer:
 
 
 class NcclLink:
-    """A one-way link between two ranks over NCCL."""
+    """A one-way link between two ranks over NCCL.
+
+    A receive on the GPU begins only when the host has heard, over gloo, that the message has been sent. A kernel that
+    waited there for a message not yet sent would hold up whatever waits for an idle device (loading a kernel at its
+    first use, allocating memory), and with it, over the other stages, that very message.
+    """
 
     def __init__(self, store: dist.Store, side: int, peer: str, device: torch.device) -> None:
         self._peer, self._other, self._device = peer, 1 - side, device
-        # A high priority keeps a receive that waits on the GPU out of the hardware queues of the computation.
-        options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+        options = dist.ProcessGroupNCCL.Options()
         options._timeout = OPERATION_TIMEOUT
-        self._group: Any = _raising(peer, dist.ProcessGroupNCCL, store, side, 2, options)
+        self._notices = GlooLink(dist.PrefixStore("notices", store), side, peer, torch.device("cpu"))
+        self._group: Any = _raising(peer, dist.ProcessGroupNCCL, dist.PrefixStore("nccl", store), side, 2, options)
         self._unsent: deque[tuple[list[dist.Work], Message]] = deque()
         self._aborted = False
         self._connect(side)
 
     def send(self, tensors: Sequence[Tensor]) -> None:
-        message = tuple(tensor.detach().to(self._device).contiguous() for tensor in tensors)
         self._forget_sent()
+        message = tuple(tensor.detach().to(self._device).contiguous() for tensor in tensors)
         self._unsent.append((self._post(self._group.send, message), message))
+        self._notices.send([torch.zeros(1, dtype=torch.uint8)])
 
     def receive(self, specs: Sequence[Spec]) -> NcclPending:
-        self._forget_sent()
+        self.check()
+        return NcclPending(self, self._notices.receive([Spec((1,), torch.uint8)]), tuple(specs))
+
+    def take(self, specs: Sequence[Spec]) -> Message:
+        """The message that the peer has sent; the current stream waits for it."""
         message = tuple(torch.empty(spec.shape, dtype=spec.dtype, device=self._device) for spec in specs)
-        return NcclPending(self, self._post(self._group.recv, message), message)
+        self._wait_for(self._post(self._group.recv, message))
+        return message
 
     def close(self) -> None:
         while self._unsent:
-            self.wait_for(self._unsent.popleft()[0])
+            self._wait_for(self._unsent.popleft()[0])
         torch.cuda.current_stream(self._device).synchronize()
         self.check()
+        self._notices.close()
         _raising(self._peer, self._group.shutdown)
 
     def abort(self) -> None:
         self._aborted = True
+        self._notices.abort()
         self._group.abort()
-
-    def wait_for(self, works: Sequence[dist.Work]) -> None:
-        """Let the current stream wait for the works."""
-        for work in works:
-            self.check()
-            _raising(self._peer, work.wait)
-        self.check()
 
     def check(self) -> None:
         """Raise TransportError if the link was aborted: what came in since may be anything."""
@@ -231,8 +237,14 @@ class NcclLink:
     def _connect(self, side: int) -> None:
         """Exchange one number: NCCL makes the communicator with the first message, and both sides must be there."""
         operation = self._group.recv if side else self._group.send
-        self.wait_for(self._post(operation, (torch.zeros(1, device=self._device),)))
+        self._wait_for(self._post(operation, (torch.zeros(1, device=self._device),)))
         torch.cuda.current_stream(self._device).synchronize()
+
+    def _wait_for(self, works: Sequence[dist.Work]) -> None:
+        for work in works:
+            self.check()
+            _raising(self._peer, work.wait)
+        self.check()
 
     def _post(self, operation: Callable[..., dist.Work], message: Message) -> list[dist.Work]:
         self.check()
@@ -245,15 +257,15 @@ class NcclLink:
 
 @dataclass(frozen=True)
 class NcclPending:
-    """A receive posted on an NcclLink."""
+    """A receive announced on an NcclLink."""
 
     link: NcclLink
-    works: list[dist.Work]
-    message: Message
+    notice: GlooPending
+    specs: tuple[Spec, ...]
 
     def wait(self) -> Message:
-        self.link.wait_for(self.works)
-        return self.message
+        self.notice.wait()
+        return self.link.take(self.specs)
 
 
 def _raising(peer: str, call: Callable[..., T], *args: object) -> T:

@@ -12,6 +12,7 @@ import atexit
 import faulthandler
 import json
 import os
+import signal
 import socket
 import sys
 import threading
@@ -37,7 +38,8 @@ class Liveness:
     Leaving it without an exception marks a clean end. Leaving it with one reports the exception, aborts, prints the
     first real failure of the run as the last line, and raises SystemExit (2 if it was a UserError, else 1). Make and close
     transports inside it, so that a failure is reported before their connections go, and name their ``abort`` with
-    ``abort_on_failure``.
+    ``abort_on_failure``. A rank that its launcher ends with SIGTERM leaves word of it: the others, on other hosts, only
+    see its connections go.
 
     The watch has its own connections to ``store``. A peer silent for ``silent_s`` seconds counts as dead.
     ``on_failure`` is called once, in a thread of the watch, with one line, when another rank has failed; the default
@@ -66,6 +68,7 @@ class Liveness:
         self._board = Board(store)
         self._board.set_host(rank, self._host)
         self._last_round = time.monotonic()
+        self._listen_for_sigterm(store)
         self._threads = [
             threading.Thread(target=self._beat, args=(Board(store),), name="beats", daemon=True),
             threading.Thread(target=self._watch_store, name="watch over the store", daemon=True),
@@ -133,6 +136,30 @@ class Liveness:
         self._stop.set()
         for thread in self._threads:
             thread.join(self._grace_s)
+
+    def _listen_for_sigterm(self, store: dist.Store) -> None:
+        """Where nobody else does. Python allows it in the main thread only, but that one may hang in a connection and
+        then runs no handler; so the signal's number goes through a pipe to a thread."""
+        main = threading.current_thread() is threading.main_thread()
+        if not main or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
+            return
+        reading, writing = os.pipe()
+        os.set_blocking(writing, False)
+        signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
+        signal.signal(signal.SIGTERM, lambda *_: None)
+        threading.Thread(target=self._end_by_sigterm, args=(Board(store), reading), daemon=True).start()
+
+    def _end_by_sigterm(self, board: Board, reading: int) -> None:
+        """Wait for the signal; leave word of it if the store answers soon, and end."""
+        while os.read(reading, 1) != bytes([signal.SIGTERM]):
+            continue
+        if not self._stop.is_set():
+            reason = "ended by SIGTERM; what its launcher shows on that host says why"
+            failure = Failure(rank=self._rank, host=self._host, reason=reason, consequence=True)
+            report = threading.Thread(target=_unless_gone, args=(lambda: board.report(failure),), daemon=True)
+            report.start()
+            report.join(self._beat_s)
+        os._exit(128 + signal.SIGTERM)
 
     def _failure(self, error: BaseException) -> Failure:
         plain = isinstance(error, UserError)
