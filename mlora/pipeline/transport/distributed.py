@@ -203,8 +203,8 @@ class NcclLink:
     def send(self, tensors: Sequence[Tensor]) -> None:
         self._forget_sent()
         message = tuple(tensor.detach().to(self._device).contiguous() for tensor in tensors)
+        self._notices.send([torch.zeros(1, dtype=torch.uint8)])  # first: NCCL's call may wait for the receiver's
         self._unsent.append((self._post(self._group.send, message), message))
-        self._notices.send([torch.zeros(1, dtype=torch.uint8)])
 
     def receive(self, specs: Sequence[Spec]) -> NcclPending:
         self.check()
@@ -235,9 +235,10 @@ class NcclLink:
             raise TransportError("the transport was aborted")
 
     def _connect(self, side: int) -> None:
-        """Exchange one number: NCCL makes the communicator with the first message, and both sides must be there."""
-        operation = self._group.recv if side else self._group.send
-        self._wait_for(self._post(operation, (torch.zeros(1, device=self._device),)))
+        """Exchange one number both ways: NCCL connects with the first message, and both sides must be there."""
+        both = (self._group.recv, self._group.send) if side else (self._group.send, self._group.recv)
+        for operation in both:
+            self._wait_for(self._post(operation, (torch.zeros(1, device=self._device),)))
         torch.cuda.current_stream(self._device).synchronize()
 
     def _wait_for(self, works: Sequence[dist.Work]) -> None:

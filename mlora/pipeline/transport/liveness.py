@@ -64,6 +64,7 @@ class Liveness:
         self._lock = threading.Lock()
         self._known: Failure | None = None  # the first failure that this rank has met, its own or another's
         self._code = 1
+        self._launched, self._parent = "TORCHELASTIC_RUN_ID" in os.environ, os.getppid()
         self._stop = threading.Event()
         self._board = Board(store)
         self._board.set_host(rank, self._host)
@@ -178,7 +179,7 @@ class Liveness:
         try:
             while not self._stop.is_set():
                 board.beat(self._rank)
-                if failure := board.first_failure() or self._silent_peer(board, heard):
+                if failure := board.first_failure() or self._orphaned(board) or self._silent_peer(board, heard):
                     self._notice(failure)
                     return
                 self._last_round = time.monotonic()
@@ -186,6 +187,14 @@ class Liveness:
         except RuntimeError as error:
             if not self._stop.is_set():
                 self._notice(_store_gone(error))
+
+    def _orphaned(self, board: Board) -> Failure | None:
+        """A Failure, also reported, if torchrun on this host is gone: nobody would end this process or see its end."""
+        if not self._launched or os.getppid() == self._parent:
+            return None
+        failure = Failure(rank=self._rank, host=self._host, reason="its launcher has ended")
+        board.report(failure)
+        return failure
 
     def _silent_peer(self, board: Board, heard: dict[int, tuple[int, float]]) -> Failure | None:
         """Look at all peers' counts; a Failure, also reported, for one that is silent too long and has not finished."""
