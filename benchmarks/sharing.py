@@ -90,7 +90,8 @@ class Engine:
         for slot, _ in jobs:
             planner.join(slot, self._one_step(slot))
         rows = dict(jobs)
-        while (microbatch := planner.window(1)) != ():
+        while positions := planner.window(1):
+            microbatch = positions[0].microbatch
             self.stage.forward(self._batch(microbatch, rows))
             self.stage.backward(microbatch.index)
             for segment in microbatch.segments:

@@ -35,15 +35,17 @@ from mlora.pipeline.schedule import (
     rows,
     simulate,
 )
+from mlora.pipeline.schedule.timeline import COMPUTE
 from mlora.pipeline.stage import Batch, StepSums
 from mlora.pipeline.transport.base import Transport, TransportError
 from mlora.pipeline.transport.control import Control
 from mlora.pipeline.transport.distributed import distributed_control, distributed_transport
 from mlora.pipeline.transport.local import local_controls, local_transports
-from mlora.types import IGNORE, Microbatch, SampleRef, StepDecision, StepPlan
+from mlora.types import Microbatch, SampleRef, StepDecision, StepPlan
 
 STAGES = 4
 FORWARD_S, BACKWARD_S = 0.012, 0.024
+FACTOR = 2  # times S - s microbatches are in flight on stage s
 STEPS = (11, 12, 40, 21, 15, 14, 11, 9, 4)  # of each adapter; chosen so that the last ones end together
 ENDED_EARLY, AT_STEP = "a2", 5  # this adapter is ended by hand, with microbatches of its planned already
 WIDTH, CAP, ACTIVE = 4, 128, 5
@@ -60,20 +62,18 @@ class Run(NamedTuple):
     def positions(self) -> list[Position]:
         return [position for window in self.windows for position in window.positions]
 
-    def planned_seconds(self) -> float:
-        """What the simulator says of the same positions with the stages' own costs."""
+    def slowdown(self) -> float:
+        """Measured wall time over what the simulator says of the same positions with the stages' own costs."""
         stage_rows = rows(self.positions, self.in_flight)
-        return makespan(simulate(stage_rows, Stream(self.positions, len(self.in_flight)), COSTS))
+        planned = makespan(simulate(stage_rows, Stream(self.positions, len(self.in_flight)), COSTS))
+        return makespan([timed for timed in self.timeline if timed.action.kind in COMPUTE]) / planned
 
-    def seconds(self) -> float:
-        return makespan([timed for timed in self.timeline if timed.action.kind in ("F", "B", "E", "STEP")])
-
-    def in_flight_between_ramps(self) -> list[tuple[int, int]]:
-        """(position, microbatches whose F is done on stage 0 but whose B is not) at every B on stage 0, up to the last F."""
+    def empty_at(self) -> list[int]:
+        """Positions with whose B no microbatch is left in flight on stage 0 (F done, B not), up to the last F there."""
         own = [timed.action for timed in self.timeline if timed.action.stage == 0 and timed.action.kind in ("F", "B")]
         last = max(i for i, action in enumerate(own) if action.kind == "F")
         counts = itertools.accumulate(1 if action.kind == "F" else -1 for action in own)
-        return [(action.position, count) for action, count in zip(own[:last], counts, strict=False)]
+        return [action.position for action, count in zip(own[:last], counts, strict=False) if count == 0]
 
 
 @cache
@@ -142,7 +142,7 @@ class StubData:
         return len(self.lengths)
 
     def sample(self, index: int) -> tuple[np.ndarray, np.ndarray]:
-        return np.ones(self.lengths[index], int), np.full(self.lengths[index], IGNORE)
+        return np.ones(self.lengths[index], int), np.ones(self.lengths[index], int)
 
 
 @dataclass(kw_only=True)
@@ -205,10 +205,10 @@ class SeamFlushingExecutor(FlushingExecutor):
 
 
 def run_stage(
-    transport: Transport, control: Control, factor: int, steps: tuple[int, ...] = STEPS, kind: type[Executor] = Executor
+    transport: Transport, control: Control, steps: tuple[int, ...] = STEPS, kind: type[Executor] = Executor
 ) -> Run | None:
     """Run one stage to the end; on stage 0, lead the others and return what all have done."""
-    flight = in_flight(transport.stages, factor)
+    flight = in_flight(transport.stages, FACTOR)
     first_layers = range(transport.stages + 1)  # a layer on each stage
     stage = SleepingStage(transport.stage, transport.stages)
     if transport.stage:
@@ -229,12 +229,12 @@ def run_stage(
     return Run([timed for part in parts for timed in part], [window for window in windows if window], flight)
 
 
-def run_threads(deadline_s: float, *arguments: object) -> Run:
+def run_threads(deadline_s: float, steps: tuple[int, ...] = STEPS, kind: type[Executor] = Executor) -> Run:
     """All stages as threads of this process."""
     transports, controls = local_transports(STAGES), local_controls(STAGES)
     with ThreadPoolExecutor(STAGES) as pool:
         pairs = zip(transports, controls, strict=True)
-        stages = [pool.submit(run_stage, transport, control, *arguments) for transport, control in pairs]
+        stages = [pool.submit(run_stage, transport, control, steps, kind) for transport, control in pairs]
         if wait(stages, deadline_s, FIRST_EXCEPTION).not_done:
             transports[0].abort()
             controls[0].abort()
@@ -249,11 +249,23 @@ def _first_result(stages: list[Future[Run | None]]) -> Run:
     return stages[0].result()
 
 
-def process(store, rank: int, world: int, file: str, factor: int) -> None:
+def process(store, rank: int, world: int, file: str) -> None:
     """One stage as a process; the first writes what all have done to ``file``."""
     transport, control = distributed_transport(store, range(world), rank), distributed_control(store, rank, world)
-    run = run_stage(transport, control, factor)
+    run = run_stage(transport, control)
     if run is not None:
         Path(file).write_bytes(pickle.dumps(tuple(run)))
     transport.close()
     control.close()
+
+
+def assert_no_flush(run: Run) -> None:
+    """The stream has all that could be a reason for a flush, and there was none."""
+    entries = [entry for window in run.windows[1:] for entry in window.entries]
+    assert sum(position.trains for position in run.positions) >= 300
+    assert sum(position.forward_only for position in run.positions) >= 30
+    assert sum(entry.joins for entry in entries) >= 4 and sum(not entry.joins for entry in entries) >= 9
+    assert len(run.windows) >= 10
+    assert run.empty_at() == [], f"nothing in flight on stage 0 after B of {run.empty_at()}"
+    slowdown = run.slowdown()
+    assert 0.85 < slowdown < 1.15, f"{slowdown:.3f} x the planned time"
