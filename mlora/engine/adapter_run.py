@@ -13,7 +13,7 @@ from mlora.data import Sampler, TokenData
 from mlora.ops.exact import exact_sum
 from mlora.types import SampleRef, Segment, StepDecision, StepPlan
 
-State = Literal["waiting", "training", "ended", "failed", "cancelled"]
+State = Literal["waiting", "training", "retrying", "ended", "failed", "cancelled"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,6 +73,10 @@ class AdapterRun:
         self._tokens_of_step[self._planned] = sum(sample.length for sample in samples)
         self._planned += 1
         return StepPlan(self.index, self._planned - 1, samples, targets)
+
+    def rewind(self, step: int) -> None:
+        """Plan again from ``step`` on."""
+        self._planned = step
 
     def close_step(self, segment: Segment, loss_sum: float, squares: Sequence[float]) -> StepDecision:
         """Decide how the step that ``segment`` ends is taken, report it, and end the adapter where it is time.

@@ -11,7 +11,7 @@ from mlora.engine.batches import packed_inputs
 from mlora.engine.device import choose_device, row_bucket
 from mlora.pipeline.executor import Entry, Window
 from mlora.pipeline.schedule import Planner
-from mlora.types import Segment, StepDecision
+from mlora.types import Microbatch, Segment, StepDecision
 
 Decision = Literal["end", "cancel"] | None
 OnStep = Callable[[StepReport], Decision]
@@ -46,6 +46,7 @@ class Coordinator:
         self._waiting = list(adapters)
         self._free = list(range(min(config.max_active, len(adapters))))
         self._slots: dict[int, AdapterRun] = {}
+        self._since: dict[int, int] = {}  # the position from which an adapter's work counts
 
     def windows(self, publish: Callable[[Window | None], None] | None = None) -> Iterator[Window]:
         """The stream, window by window, until all adapters have ended.
@@ -67,18 +68,18 @@ class Coordinator:
 
     def _planned(self) -> Iterator[Window]:
         while True:
-            entries = (*self._leaving(), *self._joining())
+            entries = (*self._leaving(), *self._retrying(), *self._joining())
             positions = self._planner.window(self._window)
-            if not entries and not positions:
+            if not entries and not positions and not self._slots:
                 return
             microbatches = [position.microbatch for position in positions if position.microbatch]
             inputs = {m.index: packed_inputs(m, lambda adapter: self._adapters[adapter].data) for m in microbatches}
             yield Window(entries=entries, positions=positions, inputs=inputs)
 
-    def close_step(self, segment: Segment, loss_sum: float, squares: Sequence[float]) -> StepDecision:
-        """How the step that ``segment`` ends is taken; steps beyond an adapter's end are skipped unseen."""
+    def close_step(self, position: int, segment: Segment, loss_sum: float, squares: Sequence[float]) -> StepDecision:
+        """How the step that ``segment`` ends is taken; what lies beyond an adapter's end or retry is skipped unseen."""
         adapter = self._adapters[segment.adapter]
-        if adapter.state != "training":
+        if not self._counts(adapter, position):
             return StepDecision(0.0, 0.0, skip=True)
         decision = adapter.close_step(segment, loss_sum, squares)
         report = adapter.reports[-1]
@@ -91,18 +92,46 @@ class Coordinator:
             self._planner.leave(segment.slot)
         return decision
 
+    def poisoned(self, microbatch: Microbatch, note: str) -> None:
+        """Every adapter of a microbatch that could not be computed repeats its step alone; who is alone has failed."""
+        alone = len(microbatch.segments) == 1
+        for segment in microbatch.segments:
+            adapter = self._adapters[segment.adapter]
+            if self._counts(adapter, microbatch.index):
+                adapter.state = "failed" if alone else "retrying"
+                adapter.reason = f"its microbatch could not be computed: {note}"
+                adapter.rewind(segment.step)
+                self._planner.leave(segment.slot)
+
+    def _counts(self, adapter: AdapterRun, position: int) -> bool:
+        """Whether what stands at ``position`` is still meant: not beyond the adapter's end, not before its retry."""
+        return adapter.state == "training" and position >= self._since[adapter.index]
+
     def _leaving(self) -> list[Entry]:
-        left = [slot for slot in self._slots if self._planner.free(slot)]
+        over = [slot for slot, adapter in self._slots.items() if adapter.state not in ("training", "retrying")]
+        left = [slot for slot in over if self._planner.free(slot)]
         self._free += left
-        return [Entry(joins=False, slot=slot, adapter=self._slots.pop(slot).index) for slot in left]
+        return [Entry(kind="leave", slot=slot, adapter=self._slots.pop(slot).index) for slot in left]
+
+    def _retrying(self) -> list[Entry]:
+        entries = []
+        for slot, adapter in self._slots.items():
+            if adapter.state == "retrying" and self._planner.free(slot):
+                self._enter(slot, adapter, alone=True)
+                entries.append(Entry(kind="reset", slot=slot, adapter=adapter.index))
+        return entries
 
     def _joining(self) -> list[Entry]:
         entries = []
         while self._free and self._waiting:
             slot, adapter = self._free.pop(0), self._waiting.pop(0)
-            adapter.state = "training"
             self._slots[slot] = adapter
             self._recorder.start(adapter.config.name)
-            self._planner.join(slot, adapter.next_step)
-            entries.append(Entry(joins=True, slot=slot, adapter=adapter.index))
+            self._enter(slot, adapter)
+            entries.append(Entry(kind="join", slot=slot, adapter=adapter.index))
         return entries
+
+    def _enter(self, slot: int, adapter: AdapterRun, alone: bool = False) -> None:
+        adapter.state = "training"
+        self._since[adapter.index] = self._planner.position
+        self._planner.join(slot, adapter.next_step, alone)

@@ -111,7 +111,7 @@ def first_stage(
     def deliver(entry: Entry, matrices: Mapping[str, torch.Tensor]) -> None:
         exporter.take(by_index[entry.adapter], matrices)
 
-    worker = Worker(job, device, transport, deliver, coordinator.close_step)
+    worker = Worker(job, device, transport, deliver, coordinator)
     return worker, coordinator.windows(stages.publish if stages else None)
 
 

@@ -14,7 +14,7 @@ from mlora.config import RunConfig
 from mlora.models.decoder import Decoder
 from mlora.models.spec import linear_shapes, load_spec
 from mlora.models.weights import Checkpoint, resolve_base_model
-from mlora.pipeline.executor import CloseStep, Entry, Executor, Window
+from mlora.pipeline.executor import Decider, Entry, Executor, Window
 from mlora.pipeline.stage import Stage
 from mlora.pipeline.transport.base import Transport
 
@@ -52,7 +52,7 @@ class Worker:
         device: where this stage computes.
         transport: this stage's messages; None where there is one stage.
         deliver: takes an adapter's matrices of this stage when it leaves, named ``MODULE.A`` and ``MODULE.B``.
-        close_step: on stage 0, decides how a step is taken.
+        decider: on stage 0, decides about steps.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class Worker:
         device: torch.device,
         transport: Transport | None,
         deliver: Deliver,
-        close_step: CloseStep | None = None,
+        decider: Decider | None = None,
     ) -> None:
         index = transport.stage if transport else 0
         folder = resolve_base_model(job.config.base_model)
@@ -71,14 +71,17 @@ class Worker:
         model = Decoder(self._spec, Checkpoint(folder, self._spec), self._layers, job.dtype, device)
         self._stage = Stage(model, job.config.recompute)
         self._states: dict[int, AdapterState] = {}
-        self.executor = Executor(self._stage, transport, job.in_flight, job.first_layers, self._meet, close_step)
+        self.executor = Executor(self._stage, transport, job.in_flight, job.first_layers, self._meet, decider)
 
     def run(self, windows: Iterable[Window]) -> None:
         """Walk the stream to its end."""
         self.executor.run(windows)
 
     def _meet(self, entry: Entry) -> None:
-        if entry.joins:
+        if entry.kind == "reset":
+            self._stage.reset(entry.slot)
+            return
+        if entry.kind == "join":
             config, targets = self._job.config.adapters[entry.adapter], self._job.targets[entry.adapter]
             shapes = linear_shapes(self._spec)
             state = AdapterState(config, targets, shapes, self._layers, self._job.dtype, self._device)

@@ -4,21 +4,27 @@ Messages. Down with F: the rows ``[T, D]`` of the microbatch, then three float64
 carries (rate, coefficient, skip). Up with B: dX ``[T, D]``, then for each step that ends in the microbatch Σ loss and
 Σ grad² of every layer from the sender's first to the model's last. Shapes follow from the stream, so none travels.
 
+Poison. A stage that cannot compute a microbatch (out of memory, an exception) sends zeros of the planned shape with a
+note of what happened; the other stages pass the note on instead of computing, so no receive is left open, and stage 0
+tells the coordinator. Weights change only in STEP, so nothing else is undone.
+
 Letters: T packed rows, D model dim.
 """
 
 from __future__ import annotations
 
 import time
+import traceback
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal, Protocol
 
 import torch
 
 from mlora.pipeline.schedule import Action, Position, StageRow, StepRef, Timed, drain
 from mlora.pipeline.stage import Batch, Stage
-from mlora.pipeline.transport.base import Direction, Pending, Spec, Transport
+from mlora.pipeline.transport.base import Direction, Pending, Spec, Transport, TransportError
 from mlora.types import Microbatch, Segment, StepDecision
 
 _REMEMBERED = 20_000  # actions in the timeline; a run of weeks must not fill the memory
@@ -27,12 +33,14 @@ _AHEAD = 8  # actions of the row that are looked at early, so that their receive
 
 @dataclass(frozen=True, kw_only=True)
 class Entry:
-    """A change of the stream that every stage meets before the same position: an adapter joins or leaves its slot."""
+    """A change of the stream that every stage meets before the same position.
 
-    joins: bool
+    An adapter joins or leaves its slot, or its unfinished step is dropped ("reset").
+    """
+
+    kind: Literal["join", "leave", "reset"]
     slot: int
     adapter: int
-    exports: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,12 +56,20 @@ class Window:
 class _Sums:
     """What is known of a step that ends: its segment, Σ loss, Σ grad² of the layers from this stage's first on."""
 
+    position: int
     segment: Segment
     loss: float
     squares: tuple[float, ...]
 
 
-CloseStep = Callable[[Segment, float, Sequence[float]], StepDecision]
+class Decider(Protocol):
+    """Who decides about steps, beside stage 0. A position tells one attempt at a step from another."""
+
+    def close_step(
+        self, position: int, segment: Segment, loss_sum: float, squares: Sequence[float]
+    ) -> StepDecision: ...
+
+    def poisoned(self, microbatch: Microbatch, note: str) -> None: ...
 
 
 class Executor:
@@ -65,7 +81,7 @@ class Executor:
         in_flight: w(s) of every stage.
         first_layers: the first layer of every stage, and behind them the number of layers.
         meet: called for every entry of the stream, in its place.
-        close_step: on stage 0, decides how a step is taken.
+        decider: on stage 0, decides how a step is taken and hears of microbatches that could not be computed.
     """
 
     def __init__(
@@ -75,18 +91,19 @@ class Executor:
         in_flight: Sequence[int],
         first_layers: Sequence[int],
         meet: Callable[[Entry], None],
-        close_step: CloseStep | None = None,
+        decider: Decider | None = None,
     ) -> None:
         index = transport.stage if transport else 0
         self._stage, self._transport, self._index = stage, transport, index
         self._in_flight, self._layers = in_flight, first_layers
-        self._meet, self._close_step = meet, close_step
+        self._meet, self._decider = meet, decider
         self._row = StageRow(index, in_flight)
         self._positions: dict[int, Position] = {}
         self._inputs: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._pending: dict[tuple[str, int], Pending] = {}
         self._arrived: dict[int, torch.Tensor] = {}
         self._leaving: dict[int, torch.Tensor] = {}
+        self._poison: dict[int, str] = {}
         self._sums: dict[StepRef, _Sums] = {}
         self._decisions: dict[StepRef, StepDecision] = {}
         self._epoch = time.time() - time.perf_counter()  # one clock for all stages of a host
@@ -145,7 +162,7 @@ class Executor:
     def _forward_specs(self, index: int) -> list[Spec]:
         position = self._positions[index]
         specs = [self._rows_spec(position.microbatch)] if position.microbatch else []
-        return specs + [Spec((len(position.steps), 3), torch.float64)] if position.steps else specs
+        return [*specs, Spec((len(position.steps), 3), torch.float64)] if position.steps else specs
 
     def _backward_specs(self, index: int) -> list[Spec]:
         microbatch = self._positions[index].microbatch
@@ -160,7 +177,7 @@ class Executor:
 
     def _receive_forward(self, action: Action) -> None:
         position = self._positions[_place(action)]
-        tensors = list(self._pending.pop(("RECV_F", position.index)).wait())
+        tensors = list(self._take("RECV_F", position.index))
         if position.microbatch:
             self._arrived[position.index] = tensors.pop(0)
         for ref, numbers in zip(position.steps, tensors[0].tolist() if position.steps else [], strict=True):
@@ -175,15 +192,15 @@ class Executor:
             rows = [(d.learning_rate, d.coefficient, float(d.skip)) for d in decisions]
             tensors.append(torch.tensor(rows, dtype=torch.float64, device=self._stage.model.device))
         assert self._transport is not None
-        self._transport.send(Direction.FORWARD, tensors)
+        self._transport.send(Direction.FORWARD, tensors, self._poison.get(position.index, ""))
 
     def _receive_backward(self, action: Action) -> None:
         index = _place(action)
-        tensors = self._pending.pop(("RECV_B", index)).wait()
+        tensors = self._take("RECV_B", index)
         self._arrived[index] = tensors[0]
         ended = _ended(action.microbatch)
         for segment, (loss, *squares) in zip(ended, tensors[1].tolist() if ended else [], strict=True):
-            self._sums[_ref(segment)] = _Sums(segment, loss, tuple(squares))
+            self._sums[_ref(segment)] = _Sums(index, segment, loss, tuple(squares))
 
     def _send_backward(self, action: Action) -> None:
         index = _place(action)
@@ -193,36 +210,67 @@ class Executor:
             rows = [(sums.loss, *sums.squares) for sums in ended]
             tensors.append(torch.tensor(rows, dtype=torch.float64, device=self._stage.model.device))
         assert self._transport is not None
-        self._transport.send(Direction.BACKWARD, tensors)
+        self._transport.send(Direction.BACKWARD, tensors, self._poison.pop(index, ""))
 
     def _forward(self, action: Action) -> None:
-        index = _place(action)
-        out = self._stage.forward(self._batch(action), self._arrived.pop(index, None))
-        if out is not None:
-            self._leaving[index] = out
+        self._compute(action, self._stage.forward)
 
     def _evaluate(self, action: Action) -> None:
-        index = _place(action)
-        out = self._stage.evaluate(self._batch(action), self._arrived.pop(index, None))
+        self._compute(action, self._stage.evaluate)
+
+    def _compute(self, action: Action, work: Callable[[Batch, torch.Tensor | None], torch.Tensor | None]) -> None:
+        index, batch = _place(action), self._batch(action)
+        x_TD = self._arrived.pop(index, None)
+        out = self._attempt(action, lambda: work(batch, x_TD))
         if not self._stage.model.is_last:
-            self._leaving[index] = out
+            self._leaving[index] = self._zeros(action) if out is None else out
 
     def _backward(self, action: Action) -> None:
         index = _place(action)
-        dx_TD = self._stage.backward(index, self._arrived.pop(index, None))
+        arrived = self._arrived.pop(index, None)
+        dx_TD = self._attempt(action, lambda: self._stage.backward(index, arrived))
         if self._index > 0:
-            self._leaving[index] = dx_TD
+            self._leaving[index] = self._zeros(action) if dx_TD is None else dx_TD
+        elif index in self._poison:
+            assert self._decider is not None and action.microbatch is not None
+            self._decider.poisoned(action.microbatch, self._poison.pop(index))
         for segment in _ended(action.microbatch):
             own, ref = self._stage.close_step(segment.slot), _ref(segment)
-            later = self._sums.get(ref, _Sums(segment, own.loss, ()))
-            self._sums[ref] = _Sums(segment, later.loss, (*own.squares, *later.squares))
+            later = self._sums.get(ref, _Sums(index, segment, own.loss, ()))
+            self._sums[ref] = _Sums(index, segment, later.loss, (*own.squares, *later.squares))
+
+    def _attempt(self, action: Action, work: Callable[[], torch.Tensor | None]) -> torch.Tensor | None:
+        """The work's result, or None where the microbatch is poisoned, here or before."""
+        index = _place(action)
+        if index not in self._poison:
+            try:
+                return work()
+            except (TransportError, AssertionError):
+                raise  # another process's end, or a bug of ours: that is not one microbatch's fault
+            except Exception as error:
+                self._poison[index] = f"{action} on stage {self._index}: {type(error).__name__}: {error}"
+                traceback.print_exc()
+        self._stage.forget(index)
+        return None
+
+    def _zeros(self, action: Action) -> torch.Tensor:
+        assert action.microbatch is not None
+        spec = self._rows_spec(action.microbatch)
+        return torch.zeros(spec.shape, dtype=spec.dtype, device=self._stage.model.device)
+
+    def _take(self, kind: str, index: int) -> tuple[torch.Tensor, ...]:
+        """The message of a posted receive; a note in it poisons the microbatch here too."""
+        pending = self._pending.pop((kind, index))
+        if pending.note:
+            self._poison[index] = pending.note
+        return pending.wait()
 
     def _step(self, action: Action) -> None:
         ref = action.step
         assert ref is not None
-        if self._close_step is not None:
+        if self._decider is not None:
             sums = self._sums.pop(ref)
-            self._decisions[ref] = self._close_step(sums.segment, sums.loss, sums.squares)
+            self._decisions[ref] = self._decider.close_step(sums.position, sums.segment, sums.loss, sums.squares)
         self._stage.step(ref.slot, self._decisions[ref])
         if self._stage.model.is_last:
             del self._decisions[ref]

@@ -129,6 +129,15 @@ class Stage:
         out = self.model.run(x_TD, self.model.pack(batch.microbatch), self._without_dropout, recompute=False)
         return self.model.norm(out) @ self.model.head_VD.T if self.model.is_last else out
 
+    def forget(self, index: int) -> None:
+        """Drop what is kept of microbatch ``index``, which could not be computed here or on another stage."""
+        self._flights.pop(index, None)
+
+    def reset(self, slot: int) -> None:
+        """Drop the slot's unfinished step: gradients and losses."""
+        self._losses[slot] = []
+        self._optimizers[slot].skip()
+
     def close_step(self, slot: int) -> StepSums:
         """What this stage knows of the slot's step once all its B's are done."""
         losses, self._losses[slot] = self._losses[slot], []

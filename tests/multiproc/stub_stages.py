@@ -101,7 +101,7 @@ class SleepingStage:
         self._flights: dict[int, Microbatch] = {}
 
     def meet(self, entry: Entry) -> None:
-        if entry.joins:
+        if entry.kind == "join":
             assert entry.slot not in self._slots, f"slot {entry.slot} is taken"
             self._slots[entry.slot] = entry.adapter
             return
@@ -223,7 +223,7 @@ def run_stage(
         control.publish(window)
         windows.append(window)
 
-    executor = kind(stage, transport, flight, first_layers, stage.meet, coordinator.close_step)
+    executor = kind(stage, transport, flight, first_layers, stage.meet, coordinator)
     executor.run(coordinator.windows(publish))
     parts = control.gather_objects(executor.timeline)
     return Run([timed for part in parts for timed in part], [window for window in windows if window], flight)
@@ -264,7 +264,7 @@ def assert_no_flush(run: Run) -> None:
     entries = [entry for window in run.windows[1:] for entry in window.entries]
     assert sum(position.trains for position in run.positions) >= 300
     assert sum(position.forward_only for position in run.positions) >= 30
-    assert sum(entry.joins for entry in entries) >= 4 and sum(not entry.joins for entry in entries) >= 9
+    assert sum(entry.kind == "join" for entry in entries) >= 4 and sum(entry.kind == "leave" for entry in entries) >= 9
     assert len(run.windows) >= 10
     assert run.empty_at() == [], f"nothing in flight on stage 0 after B of {run.empty_at()}"
     slowdown = run.slowdown()

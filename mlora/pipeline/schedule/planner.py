@@ -32,9 +32,9 @@ class Evaluation(StepPlan):
 class _Line:
     """An adapter's plan that is being packed, and the position from which it may stand in the stream."""
 
-    def __init__(self, slot: int, next_step: NextStep, plan: StepPlan, ready: int) -> None:
+    def __init__(self, slot: int, next_step: NextStep, plan: StepPlan, ready: int, alone: bool) -> None:
         assert plan.samples, f"adapter {plan.adapter} has no samples in step {plan.step}"
-        self.slot, self.next_step, self.plan, self.ready = slot, next_step, plan, ready
+        self.slot, self.next_step, self.plan, self.ready, self.alone = slot, next_step, plan, ready, alone
         self.left = list(plan.samples)
         self.rows = sum(sample.length for sample in plan.samples)
         self.forward_only = isinstance(plan, Evaluation)
@@ -83,14 +83,19 @@ class Planner:
         self._carried: dict[int, list[StepRef]] = {}
         self._busy: dict[int, int] = {}  # slot -> the last tick at which a stage works for it
 
-    def join(self, slot: int, next_step: NextStep) -> None:
-        """Add an adapter to a free slot, from the next position on.
+    @property
+    def position(self) -> int:
+        """The position that is planned next."""
+        return self._index
+
+    def join(self, slot: int, next_step: NextStep, alone: bool = False) -> None:
+        """Add an adapter to a free slot, from the next position on; with ``alone`` its first plan shares no microbatch.
 
         ``next_step`` gives its StepPlans and Evaluations one after another, None when there are no more. It is asked
         as soon as the plan before is packed.
         """
         assert self.free(slot), f"slot {slot} is in use up to position {self._busy[slot]}"
-        self._start(slot, next_step, self._index)
+        self._start(slot, next_step, self._index, alone)
 
     def leave(self, slot: int) -> None:
         """Plan no more for the adapter; nothing happens if it is gone already. What was planned stays."""
@@ -130,7 +135,9 @@ class Planner:
         """Who may stand here, first started first; a position holds either training or evaluation."""
         ready = [line for line in self._lines.values() if line.ready <= self._index]
         ready.sort(key=lambda line: (line.ready, line.slot))
-        return [line for line in ready if line.forward_only == ready[0].forward_only]
+        if ready and ready[0].alone:
+            return ready[:1]
+        return [line for line in ready if line.forward_only == ready[0].forward_only and not line.alone]
 
     def _pack(self, lines: list[_Line]) -> list[Segment]:
         cap = self._effective_cap()
@@ -164,9 +171,9 @@ class Planner:
             self._busy[line.slot] = index + gap
         self._start(line.slot, line.next_step, index + gap)
 
-    def _start(self, slot: int, next_step: NextStep, ready: int) -> None:
+    def _start(self, slot: int, next_step: NextStep, ready: int, alone: bool = False) -> None:
         plan = next_step()
         if plan is None:
             self._lines.pop(slot, None)
         else:
-            self._lines[slot] = _Line(slot, next_step, plan, ready)
+            self._lines[slot] = _Line(slot, next_step, plan, ready, alone)

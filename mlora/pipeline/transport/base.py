@@ -15,6 +15,9 @@ from torch import Tensor
 OPERATION_TIMEOUT = timedelta(minutes=30)
 
 
+NOTE_BYTES = 256
+
+
 class TransportError(RuntimeError):
     """A message cannot arrive: the peer has gone or the transport was aborted. Seldom the first cause of a failure."""
 
@@ -37,6 +40,10 @@ class Spec:
 class Pending(Protocol):
     """A posted receive."""
 
+    @property
+    def note(self) -> str:
+        """What the sender noted, waiting for the message on the host. Raises TransportError."""
+
     def wait(self) -> tuple[Tensor, ...]:
         """The message's tensors on the stage's device, owned by the caller.
 
@@ -47,7 +54,7 @@ class Pending(Protocol):
 class Link(Protocol):
     """An ordered connection to one peer, used by one thread (``abort`` may come from any)."""
 
-    def send(self, tensors: Sequence[Tensor]) -> None: ...
+    def send(self, tensors: Sequence[Tensor], note: str = "") -> None: ...
 
     def receive(self, specs: Sequence[Spec]) -> Pending: ...
 
@@ -64,13 +71,15 @@ class Transport:
         self.stages = stages
         self._links = links
 
-    def send(self, direction: Direction, tensors: Sequence[Tensor]) -> None:
+    def send(self, direction: Direction, tensors: Sequence[Tensor], note: str = "") -> None:
         """Send one message to the next stage in ``direction`` without waiting for it.
+
+        ``note`` goes with it on the host, cut to NOTE_BYTES.
 
         Messages of a direction arrive in the order in which they were sent. The tensors are kept until they have
         left; the caller must not write to them. Raises TransportError.
         """
-        self._link(direction, self.stage + direction).send(tensors)
+        self._link(direction, self.stage + direction).send(tensors, note)
 
     def receive(self, direction: Direction, specs: Sequence[Spec]) -> Pending:
         """Post the receive of the next message that travels in ``direction``. Raises TransportError."""

@@ -19,7 +19,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mlora.pipeline.transport.base import OPERATION_TIMEOUT, Direction, Link, Spec, Transport, TransportError
+from mlora.pipeline.transport.base import (
+    NOTE_BYTES,
+    OPERATION_TIMEOUT,
+    Direction,
+    Link,
+    Spec,
+    Transport,
+    TransportError,
+)
 from mlora.pipeline.transport.control import Control
 
 Message = tuple[Tensor, ...]
@@ -75,14 +83,14 @@ class GlooLink:
         self._sends = _Completer(peer)
         self._receives = _Completer(peer)
 
-    def send(self, tensors: Sequence[Tensor]) -> None:
+    def send(self, tensors: Sequence[Tensor], note: str = "") -> None:
         self._sends.check()
-        host = tuple(tensor.detach().to("cpu").contiguous() for tensor in tensors)
+        host = (_note_tensor(note), *(tensor.detach().to("cpu").contiguous() for tensor in tensors))
         self._sends.submit(self._post(self._group.send, host), host)
 
     def receive(self, specs: Sequence[Spec]) -> GlooPending:
         self._receives.check()
-        host = tuple(torch.empty(spec.shape, dtype=spec.dtype) for spec in specs)
+        host = (_note_tensor(""), *(torch.empty(spec.shape, dtype=spec.dtype) for spec in specs))
         return GlooPending(self._receives.submit(self._post(self._group.recv, host), host), self._device)
 
     def close(self) -> None:
@@ -105,8 +113,12 @@ class GlooPending:
     future: Future[Message]
     device: torch.device
 
+    @property
+    def note(self) -> str:
+        return bytes(self.future.result()[0].tolist()).rstrip(b"\0").decode(errors="ignore")
+
     def wait(self) -> Message:
-        return tuple(tensor.to(self.device) for tensor in self.future.result())
+        return tuple(tensor.to(self.device) for tensor in self.future.result()[1:])
 
 
 class _Completer:
@@ -200,15 +212,15 @@ class NcclLink:
         self._aborted = False
         self._connect(side)
 
-    def send(self, tensors: Sequence[Tensor]) -> None:
+    def send(self, tensors: Sequence[Tensor], note: str = "") -> None:
         self._forget_sent()
         message = tuple(tensor.detach().to(self._device).contiguous() for tensor in tensors)
-        self._notices.send([torch.zeros(1, dtype=torch.uint8)])  # first: NCCL's call may wait for the receiver's
+        self._notices.send([], note)  # first: NCCL's call may wait for the receiver's
         self._unsent.append((self._post(self._group.send, message), message))
 
     def receive(self, specs: Sequence[Spec]) -> NcclPending:
         self.check()
-        return NcclPending(self, self._notices.receive([Spec((1,), torch.uint8)]), tuple(specs))
+        return NcclPending(self, self._notices.receive([]), tuple(specs))
 
     def take(self, specs: Sequence[Spec]) -> Message:
         """The message that the peer has sent; the current stream waits for it."""
@@ -264,9 +276,18 @@ class NcclPending:
     notice: GlooPending
     specs: tuple[Spec, ...]
 
+    @property
+    def note(self) -> str:
+        return self.notice.note
+
     def wait(self) -> Message:
         self.notice.wait()
         return self.link.take(self.specs)
+
+
+def _note_tensor(note: str) -> Tensor:
+    text = note.encode()[:NOTE_BYTES]
+    return torch.tensor(list(text.ljust(NOTE_BYTES, b"\0")), dtype=torch.uint8)
 
 
 def _raising(peer: str, call: Callable[..., T], *args: object) -> T:

@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,7 +15,12 @@ from torch import Tensor
 from mlora.pipeline.transport.base import Direction, Spec, Transport, TransportError
 from mlora.pipeline.transport.control import Control
 
-Message = tuple[Tensor, ...]
+
+class Message(NamedTuple):
+    """What a sender handed over."""
+
+    tensors: tuple[Tensor, ...]
+    note: str
 
 
 def local_transports(stages: int, device: torch.device | str = "cpu") -> list[Transport]:
@@ -97,8 +103,8 @@ class LocalLink:
     incoming: _Channel
     device: torch.device | str
 
-    def send(self, tensors: Sequence[Tensor]) -> None:
-        self.outgoing.put(tuple(tensor.detach().clone() for tensor in tensors))
+    def send(self, tensors: Sequence[Tensor], note: str = "") -> None:
+        self.outgoing.put(Message(tuple(tensor.detach().clone() for tensor in tensors), note))
 
     def receive(self, specs: Sequence[Spec]) -> LocalPending:
         return LocalPending(self.incoming.get(), tuple(specs), self.device)
@@ -118,11 +124,15 @@ class LocalPending:
     specs: tuple[Spec, ...]
     device: torch.device | str
 
-    def wait(self) -> Message:
-        message = self.future.result()
-        found = tuple(Spec(tuple(tensor.shape), tensor.dtype) for tensor in message)
+    @property
+    def note(self) -> str:
+        return self.future.result().note
+
+    def wait(self) -> tuple[Tensor, ...]:
+        tensors = self.future.result().tensors
+        found = tuple(Spec(tuple(tensor.shape), tensor.dtype) for tensor in tensors)
         assert found == self.specs, f"expected {self.specs}, the message holds {found}"
-        return tuple(tensor.to(self.device) for tensor in message)
+        return tuple(tensor.to(self.device) for tensor in tensors)
 
 
 def _link_pair(hub: _Hub, device: torch.device | str) -> tuple[LocalLink, LocalLink]:
