@@ -1,4 +1,4 @@
-"""Invariant 6 over stages: a microbatch that cannot be computed costs its culprit alone, in F and in B, on any stage."""
+"""Invariant 6 over stages: a microbatch that cannot be computed costs its culprit alone, in F and B, on any stage."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_an_adapter_that_is_alone_is_parked_at_once(tmp_path, model, adapters, m
 
 def test_the_last_step_can_be_retried(tmp_path, model, adapters, undisturbed, monkeypatch):
     seen = inject(monkeypatch, "backward", 2, culprit=None, at_step=5, once=True)
-    pipeline = {"stages": 2, "transport": "local", "layers": [2, 2]}
+    pipeline = {"stages": 2, "transport": "local", "layers": [2, 2], "in_flight": 1}
     results = run(tmp_path / "run", model, adapters, microbatch_tokens=400, pipeline=pipeline)
     assert seen
     for name in NAMES:
