@@ -30,10 +30,13 @@ def undisturbed(model, adapters, tmp_path_factory):
     return {name: outcome(results, name) for name in NAMES}
 
 
-def inject(monkeypatch, method, stage_first_layer, culprit, at_step, once):
-    """Break ``method`` on one stage for every microbatch that holds the culprit's step, or once for a mixed one."""
+def inject(monkeypatch, method, stage_first_layer, culprit, at_step, once, after=0):
+    """Break ``method`` on one stage for every microbatch that holds the culprit's step, or once for a mixed one.
+
+    ``after`` so many microbatches have held it.
+    """
     original, seen = getattr(Stage, method), []
-    holding = {}
+    holding, passed = {}, []
 
     def broken(self, first, *rest):
         microbatch = getattr(first, "microbatch", None)
@@ -45,6 +48,8 @@ def inject(monkeypatch, method, stage_first_layer, culprit, at_step, once):
         hit = any(culprit in (None, s.adapter) and s.step == at_step for s in segments)
         spared = once and (seen or len(microbatch.segments) == 1) if hit else True
         if not spared and self.model.layers.start == stage_first_layer:
+            passed.append(microbatch)
+        if not spared and self.model.layers.start == stage_first_layer and len(passed) > after:
             seen.append(len(microbatch.segments))
             raise RuntimeError("no memory for this one")
         return original(self, first, *rest)
@@ -95,3 +100,16 @@ def test_the_last_step_can_be_retried(tmp_path, model, adapters, undisturbed, mo
     assert seen
     for name in NAMES:
         assert not undisturbed[name].differences(outcome(results, name)), name
+
+
+def test_a_step_that_was_half_planned_is_repeated_from_its_first_sample(tmp_path, model, monkeypatch):
+    """Both steps span many microbatches; what their first ones added to the gradients must not stay."""
+    common = {"learning_rate": 1e-2, "max_steps": 3, "warmup_steps": 0, "per_device_train_batch_size": 12}
+    long, short = (str(write_rows(tmp_path / f"{n}.jsonl", 24, n, longest)) for n, longest in ((1, 40), (2, 4)))
+    both = [common | {"name": "long", "dataset": long}, common | {"name": "short", "dataset": short}]
+    alone = run(tmp_path / "alone", model, both, microbatch_tokens=128)
+    seen = inject(monkeypatch, "forward", 0, culprit=0, at_step=1, once=True, after=1)
+    retried = run(tmp_path / "run", model, both, microbatch_tokens=128)
+    assert seen
+    for name in ("long", "short"):
+        assert not outcome(alone, name).differences(outcome(retried, name)), name

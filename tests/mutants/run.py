@@ -18,6 +18,8 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 PARITY = "tests/cpu/test_parity.py::test_three_adapters_together_equal_their_own_peft_runs[float64-1e-09-1e-09]"
 SHARED = "tests/cpu/test_solo_shared.py"
+STAGES = "tests/cpu/test_stages.py::test_stages_change_no_bit"
+POISON = "tests/cpu/test_poison.py"
 EXPORT = "tests/cpu/test_export.py"
 COMPANY = f"{SHARED}::test_company_and_cuts_change_no_bit"
 # invariant, mutant, the test that must catch it
@@ -39,6 +41,10 @@ MUTANTS = (
     (2, "odd_ranks_unpadded", "tests/cpu/test_ops_batch_lora.py"),
     (2, "odd_ranks_unpadded_in_gradients", "tests/cpu/test_ops_batch_lora.py"),
     (2, "sigmoid_of_torch", "tests/cpu/test_ops_elementwise.py"),
+    (3, "norm_of_the_first_stage_only", STAGES),
+    (3, "decision_of_the_first_stage_only", STAGES),
+    (3, "loss_forgotten_upstream", STAGES),
+    (3, "dealt_adapter_forgets_its_stages", "tests/multiproc/test_training.py::test_replicas_give_the_bits_of_one"),
     (5, "mask_of_each_draw", f"{SHARED}::test_recompute_changes_no_bit"),
     (5, "recompute_from_rounded_inputs", f"{SHARED}::test_recompute_changes_no_bit"),
     (5, "recompute_without_adapters", f"{SHARED}::test_recompute_changes_no_bit"),
@@ -46,6 +52,9 @@ MUTANTS = (
     (6, "skipped_step_moves_weights", "tests/cpu/test_engine.py::test_a_skipped_step_moves_nothing"),
     (6, "cancelled_is_exported", f"{SHARED}::test_a_neighbour_that_stops_early_changes_no_bit"),
     (6, "nan_through_a_shared_product", "tests/cpu/test_ops_batch_lora.py"),
+    (6, "retry_keeps_the_gradients", f"{POISON}::test_a_step_that_was_half_planned_is_repeated_from_its_first_sample"),
+    (6, "steps_before_the_retry_count", POISON),
+    (6, "poison_is_not_passed_on", POISON),
     (7, "zero_b_written", EXPORT),
     (7, "alpha_of_the_scaling", EXPORT),
     (7, "missing_layer_written", EXPORT),
