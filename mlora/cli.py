@@ -28,7 +28,7 @@ def main(argv: list[str] | None = None) -> int:
         print(f"mlora: {error}", file=sys.stderr)
         return _USER
     except KeyboardInterrupt:
-        print("mlora: interrupted; adapters that had ended are exported, the others are not", file=sys.stderr)
+        print("mlora: interrupted; only adapters that had ended are exported", file=sys.stderr)
         return _INTERRUPTED
 
 
@@ -61,6 +61,9 @@ def _train(arguments: argparse.Namespace) -> int:
         return _train_in_processes(arguments)
     results = mlora.train(arguments.config, overrides=arguments.set, overwrite=arguments.overwrite)
     if results.failed:
+        from mlora.pipeline.transport.liveness import tell_launcher
+
+        tell_launcher(f"failed: {', '.join(results.failed)}")
         print(f"mlora: failed: {', '.join(results.failed)}", file=sys.stderr)
         return _FAILED
     return _OK
@@ -68,6 +71,7 @@ def _train(arguments: argparse.Namespace) -> int:
 
 def _train_in_processes(arguments: argparse.Namespace) -> int:
     """torch's own launcher, with the arguments of this command."""
+    from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import main as torchrun
 
@@ -78,6 +82,8 @@ def _train_in_processes(arguments: argparse.Namespace) -> int:
     command += ["--overwrite"] if arguments.overwrite else []
     try:
         torchrun(["--standalone", "--nproc-per-node", str(arguments.nproc), *command])
+    except SignalException as signal:
+        return 128 + signal.sigval
     except ChildFailedError as error:
         rank, first = error.get_first_failure()
         print(f"mlora: {_reason(rank, first)}", file=sys.stderr)
@@ -100,7 +106,10 @@ def _plan(arguments: argparse.Namespace) -> int:
     found = plan(mlora.load_config(arguments.config, arguments.set), arguments.stages)
     print(found.text())
     picture = Path(arguments.picture)
-    found.write(picture)
+    try:
+        found.write(picture)
+    except OSError as error:
+        raise UserError(f"--picture {picture}: cannot be written: {error.strerror}") from None
     print(f"picture: {picture}; trace for Chrome or Perfetto: {picture.with_suffix('.trace.json')}")
     return _OK
 

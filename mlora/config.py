@@ -5,6 +5,7 @@ Every value is validated when it is read; an error names the key, its place in t
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import difflib
 import math
@@ -106,8 +107,10 @@ class AdapterConfig:
 
     def __post_init__(self) -> None:
         place = f"adapters[{self.name}]"
-        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", self.name):
-            raise UserError(f"{place}.name: {self.name!r} is also a folder's name: use letters, digits, '.', '_', '-'")
+        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", self.name):
+            raise UserError(
+                f"{place}.name: {self.name!r} is also a folder's name: up to 100 letters, digits, . _ -"
+            )
         for key, low, high in _RANGES:
             value = getattr(self, key)
             if not (low <= value <= high):
@@ -134,7 +137,7 @@ _RANGES: tuple[tuple[str, float, float], ...] = (
     ("weight_decay", 0.0, 1e9),
     ("adam_beta1", 0.0, 0.999999999),
     ("adam_beta2", 0.0, 0.999999999),
-    ("adam_epsilon", 0.0, 1.0),
+    ("adam_epsilon", 1e-30, 1.0),
     ("seed", 0, 2**63 - 1),
     ("max_length", 2, 1e9),
     ("logging_steps", 1, 1e12),
@@ -162,6 +165,10 @@ class PipelineConfig:
     def shape(self, world: int) -> tuple[int, int]:
         """(stages, replicas) for so many processes. Raises UserError where they do not fit."""
         if self.transport == "local":
+            if world > 1:
+                raise UserError(
+                    f"pipeline.transport: local runs the stages in one process, but {world} were started; write auto"
+                )
             if self.replicas not in (None, 1):
                 raise UserError("pipeline.replicas: a local pipeline is one replica; start processes with torchrun")
             return self.stages or 1, 1
@@ -208,16 +215,41 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     """
     path = Path(path)
     try:
-        tree = yaml.safe_load(path.read_text(encoding="utf-8"))
+        tree = _yaml(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise UserError(f"{path}: cannot be read: {error.strerror}") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except ValueError as error:
         raise UserError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from None
     if not isinstance(tree, dict):
         raise UserError(f"{path}: expected keys such as base_model and adapters, found {_kind(tree)}")
+    return parse_config(apply_overrides(tree, overrides), base=path.parent)
+
+
+class _UniqueKeys(yaml.SafeLoader):
+    """A key that stands twice in a block is a mistake; YAML itself would silently take the last."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        keys = [self.construct_object(key, deep=True) for key, _ in node.value if key.tag != "tag:yaml.org,2002:merge"]
+        for key in keys:
+            if keys.count(key) > 1:
+                raise ValueError(f"{key!r} stands twice in the block that begins in line {node.start_mark.line + 1}")
+        return super().construct_mapping(node, deep)
+
+
+def _yaml(text: str) -> Any:
+    """The document as plain data. Raises ValueError for whatever is wrong with it."""
+    try:
+        return yaml.load(text, _UniqueKeys)  # a SafeLoader: builds plain data only
+    except (yaml.YAMLError, OverflowError, RecursionError, TypeError) as error:
+        raise ValueError(str(error)) from None
+
+
+def apply_overrides(tree: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
+    """A copy of plain configuration data with ``a.b=c`` strings applied; ``adapters.NAME.key`` works too."""
+    changed = copy.deepcopy(dict(tree))
     for override in overrides:
-        _override(tree, override)
-    return parse_config(tree, base=path.parent)
+        _override(changed, override)
+    return changed
 
 
 def parse_config(tree: Mapping[str, Any], base: str | Path = ".") -> RunConfig:
@@ -240,8 +272,11 @@ def parse_config(tree: Mapping[str, Any], base: str | Path = ".") -> RunConfig:
     pipeline = _pipeline(tree.pop("pipeline", None) or {})
     values = {key: _convert(RunConfig, key, value, key) for key, value in tree.items()}
     values["output_dir"] = base / values.get("output_dir", RunConfig.output_dir)
-    if (base / values["base_model"]).is_dir():
-        values["base_model"] = str((base / values["base_model"]).resolve())
+    local = _as_path(values["base_model"])
+    if local is _NO:
+        raise UserError("base_model: neither a path nor a hub id")
+    if (base / local).is_dir():
+        values["base_model"] = str((base / local).resolve())
     return RunConfig(adapters=adapters, pipeline=pipeline, **values)
 
 
@@ -372,8 +407,15 @@ def _as(option: Any, value: object) -> Any:
     if option in (int, float):
         return _as_number(option, value)
     if option is Path:
-        return Path(value) if isinstance(value, str | Path) and str(value) else _NO
+        return _as_path(value)
     return value if type(value) is option else _NO
+
+
+def _as_path(value: object) -> Any:
+    if not isinstance(value, str | Path) or not str(value) or "\0" in str(value):
+        return _NO
+    too_long = any(len(part.encode()) > 255 for part in Path(value).parts) or len(str(value)) > 4000
+    return _NO if too_long else Path(value).expanduser()
 
 
 def _as_tuple(item: Any, value: object) -> Any:
@@ -389,7 +431,7 @@ def _as_number(option: type, value: object) -> Any:
         return _NO
     try:
         number = float(value)
-    except ValueError:
+    except (ValueError, OverflowError):
         return _NO
     if math.isnan(number) or (option is int and not number.is_integer()):
         return _NO
@@ -424,8 +466,8 @@ def _override(tree: dict[str, Any], override: str) -> None:
     if not isinstance(node, dict):
         raise UserError(f"--set {override}: {path.removesuffix('.' + key)} is not a block")
     try:
-        node[key] = yaml.safe_load(text)
-    except yaml.YAMLError:
+        node[key] = _yaml(text)
+    except ValueError:
         raise UserError(f"--set {override}: the value is not valid YAML") from None
 
 

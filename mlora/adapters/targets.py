@@ -19,6 +19,8 @@ def match_targets(config: AdapterConfig, num_layers: int) -> tuple[str, ...]:
     names = [module_name(i, path) for i in range(num_layers) for paths in MERGED_LINEARS.values() for path in paths]
     targets = list(LINEAR_MODULES) if config.target_modules == "all-linear" else config.target_modules
     chosen = _matching(targets, names, f"{place}.target_modules")
+    if isinstance(targets, str):
+        _refuse_others(targets, names, f"{place}.target_modules")
     if config.exclude_modules:
         chosen -= _matching(config.exclude_modules, names, f"{place}.exclude_modules")
     if config.layers_to_transform is not None:
@@ -51,6 +53,23 @@ def _full_matches(pattern: str, names: list[str], place: str) -> set[str]:
     except re.error as error:
         raise UserError(f"{place}: {pattern!r} is no valid regular expression: {error}") from None
     return {name for name in names if compiled.fullmatch(name)}
+
+
+def _refuse_others(pattern: str, names: list[str], place: str) -> None:
+    """PEFT tries to put an adapter on every module whose name the pattern matches."""
+    others = [name for name in _other_modules(names) if re.fullmatch(pattern, name)]
+    if others:
+        raise UserError(
+            f"{place}: {pattern!r} also matches {others[0]}, which carries no adapter; a string is a regular "
+            r"expression for full names, so let it end with the linears, as in .*self_attn\.(q|v)_proj"
+        )
+
+
+def _other_modules(names: list[str]) -> list[str]:
+    """Names of modules that are no target."""
+    parts = [name.rsplit(".", depth)[0] for name in names for depth in (1, 2)]
+    norms = [f"{parts[1]}.{norm}" for norm in ("input_layernorm", "post_attention_layernorm", "self_attn.q_norm")]
+    return ["lm_head", "model.embed_tokens", "model.norm", "model", "model.layers", *dict.fromkeys(parts), *norms]
 
 
 def _in_layers(layers: int | tuple[int, ...], num_layers: int, names: list[str], place: str) -> set[str]:

@@ -21,7 +21,7 @@ from typing import BinaryIO
 
 import numpy as np
 
-from mlora.data.reader import read_rows
+from mlora.data.reader import check_file, read_rows
 from mlora.types import IGNORE, Encoded, Row, UserError
 
 EncodeRows = Callable[[Sequence[Row]], Sequence[Encoded | str]]  # text: the reason why the row is dropped
@@ -94,8 +94,7 @@ def open_tokens(path: Path, encode: EncodeRows, digest: str, cache_dir: Path) ->
 
 
 def _key(path: Path, digest: str) -> str:
-    if not path.is_file():
-        next(read_rows(path))  # says what is wrong
+    check_file(path)
     try:
         with path.open("rb") as file:
             content = hashlib.file_digest(file, "sha256").hexdigest()

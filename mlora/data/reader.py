@@ -5,6 +5,7 @@ from __future__ import annotations
 import codecs
 import json
 import re
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
@@ -25,8 +26,7 @@ def read_rows(path: Path) -> Iterator[Row]:
     Raises UserError, with file, line and column as far as they exist, for a file that cannot be read, is empty, is no
     UTF-8, is no JSON or holds a row that is no object.
     """
-    if path.is_dir():
-        raise UserError(f"{path}: is a folder; give a .json or .jsonl file")
+    check_file(path)
     try:
         with path.open("rb") as file:
             head = file.read(_CHUNK)
@@ -41,6 +41,18 @@ def read_rows(path: Path) -> Iterator[Row]:
         raise UserError(f"{path}: cannot be read: {error.strerror}") from None
     if not found:
         raise UserError(f"{path}: holds no rows; give a JSON array of objects or one JSON object per line")
+
+
+def check_file(path: Path) -> None:
+    """Raises UserError where there is no regular file: opening a pipe would wait for ever."""
+    try:
+        mode = path.stat().st_mode
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read: {error.strerror}") from None
+    if stat.S_ISDIR(mode):
+        raise UserError(f"{path}: is a folder; give a .json or .jsonl file")
+    if not stat.S_ISREG(mode):
+        raise UserError(f"{path}: is not a regular file; write the rows to a .json or .jsonl file first")
 
 
 def _is_array(head: bytes) -> bool:
@@ -94,6 +106,8 @@ def _read_array(file: BinaryIO, path: Path) -> Iterator[Row]:
             if buffer.peek() != ",":
                 break
             buffer.skip(",")
+            if buffer.peek() == "]":
+                raise buffer.error(0, "not valid JSON: a comma behind the last row; delete it")
     buffer.skip("]")
     if buffer.peek():
         raise buffer.error(0, "text after the array's end; keep one array of objects per file")
@@ -134,7 +148,8 @@ class _Buffer:
                 value, end = json.JSONDecoder().raw_decode(self._text, self._at)
             except json.JSONDecodeError as error:
                 if self._ended or not self._may_be_cut(error):
-                    cut = "; is the file cut off?" if self._ended and self._may_be_cut(error) else ""
+                    cut = "" if self._text.rstrip().endswith("]") else "; is the file cut off?"
+                    cut = cut if self._ended and self._may_be_cut(error) else ""
                     raise self.error(error.pos - self._at, f"not valid JSON: {error.msg}{cut}") from None
                 self._grow(size)
                 size *= 2  # doubling keeps the repeated parsing of one long row linear in its length

@@ -113,5 +113,7 @@ class AdapterRun:
                 f"loss or gradient was not finite in {self._nonfinite_in_a_row} steps in a row, the last one step "
                 f"{step + 1}; lower learning_rate or look at its data"
             )
+        elif step + 1 == self.total_steps and not finite:
+            self.state, self.reason = "failed", "loss or gradient of the last step was not finite; lower learning_rate"
         elif step + 1 == self.total_steps:
             self.state = "ended"

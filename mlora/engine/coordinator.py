@@ -11,7 +11,7 @@ from mlora.engine.batches import packed_inputs
 from mlora.engine.device import choose_device, row_bucket
 from mlora.pipeline.executor import Entry, Window
 from mlora.pipeline.schedule import Planner
-from mlora.types import Microbatch, Segment, StepDecision
+from mlora.types import Microbatch, Segment, StepDecision, UserError
 
 Decision = Literal["end", "cancel"] | None
 OnStep = Callable[[StepReport], Decision]
@@ -85,6 +85,8 @@ class Coordinator:
         report = adapter.reports[-1]
         self._recorder.step(report, adapter.config)
         wish = self._on_step(report) if self._on_step else None
+        if wish not in (None, "end", "cancel"):
+            raise UserError(f"on_step returned {wish!r}; return None, 'end' or 'cancel'")
         if wish is not None and adapter.state == "training":
             adapter.state = "ended" if wish == "end" else "cancelled"
             adapter.reason = f"by on_step after step {report.step}"

@@ -12,7 +12,7 @@ from mlora.engine.coordinator import OnStep
 from mlora.engine.device import choose_device, choose_dtype
 from mlora.engine.exporter import Exporter
 from mlora.engine.layout import first_layers
-from mlora.engine.output import ADAPTERS, METRICS, PICTURE, TRACE, check_output, make_output
+from mlora.engine.output import ADAPTERS, METRICS, PICTURE, TRACE, check_output, leave_output, take_output
 from mlora.engine.prepare import prepare
 from mlora.engine.recorder import Recorder, print_table
 from mlora.engine.replicas import collector, deal, first_stage, hand_over, receive_all
@@ -21,6 +21,7 @@ from mlora.engine.worker import Job, model_digest
 from mlora.pipeline.schedule import Timed, chrome_trace, svg
 from mlora.pipeline.transport.base import Transport
 from mlora.pipeline.transport.control import Control
+from mlora.types import UserError
 
 _PICTURED = 400  # actions of each stage in the picture; the trace holds all that the executors kept
 
@@ -33,7 +34,10 @@ class Leader:
 
     def __init__(self, config: RunConfig, overwrite: bool, on_step: OnStep | None, world_size: int) -> None:
         self._config, self._on_step = config, on_step
-        check_output(config.output_dir, overwrite)
+        self._overwrite = overwrite
+        check_output(config, overwrite)
+        if config.pipeline.transport == "nccl" and choose_device(config.device).type == "cpu":
+            raise UserError("pipeline.transport: nccl needs CUDA devices, and there are none here; write auto or gloo")
         stages, replicas = config.pipeline.shape(world_size)
         self._prepared = prepare(config, stages)
         self._adapters = self._prepared.adapters
@@ -60,7 +64,7 @@ class Leader:
             config.output_dir / ADAPTERS, config.base_model, self._prepared.tokenizer, collector(stages)
         )
         worker, windows = first_stage(self.job, own, device, transport, stages, recorder, exporter, self._on_step)
-        make_output(config.output_dir)
+        lock = take_output(config, self._overwrite)
         recorder.open()
         try:
             with ThreadPoolExecutor(max(1, len(others)), thread_name_prefix="replica") as threads:
@@ -83,6 +87,7 @@ class Leader:
             adapters={adapter.config.name: _result(adapter, exporter) for adapter in self._adapters},
         )
         print_table(results)
+        leave_output(config.output_dir, lock, complete=not results.failed)
         return results
 
     def _write_timeline(self, own: list[Timed], control: Control) -> None:
@@ -91,9 +96,12 @@ class Leader:
         assert parts is not None
         names = {adapter.index: adapter.config.name for adapter in self._adapters}
         whole = [timed for part in parts for timed in part]
-        (self._config.output_dir / TRACE).write_text(chrome_trace(whole))
         begin = [timed for part in parts for timed in part[:_PICTURED]]
-        (self._config.output_dir / PICTURE).write_text(svg(begin, names))
+        try:
+            (self._config.output_dir / TRACE).write_text(chrome_trace(whole))
+            (self._config.output_dir / PICTURE).write_text(svg(begin, names))
+        except OSError as error:
+            print(f"the timeline cannot be written: {error.strerror}", flush=True)
 
 
 def _result(adapter: AdapterRun, exporter: Exporter) -> AdapterResult:

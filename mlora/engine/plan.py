@@ -45,7 +45,7 @@ class Plan:
             layers = f"{start} - {start + count - 1}"
             order = " ".join(self.rows[stage][:_SHOWN])
             lines.append(
-                f"{stage:<6} {layers:<10} {self.prepared.in_flight[stage]:<9} {self.busy[stage]:>5.0%}  {order} …"
+                f"{stage:<6} {layers:<10} {self.prepared.in_flight[stage]:<9} {self.busy[stage]:>5.0%}  {order} ..."
             )
             start += count
         lines.append(f"predicted bubble between the ramps: {self.bubble:.1%}")

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
+from mlora.adapters.optimizer import learning_rate, warmup_steps
 from mlora.adapters.targets import match_targets
 from mlora.config import AdapterConfig, RunConfig
 from mlora.data import open_tokens
@@ -19,6 +20,7 @@ from mlora.models.tokenizer import load_tokenizer
 from mlora.models.weights import Checkpoint, resolve_base_model
 from mlora.pipeline.schedule import in_flight
 from mlora.tasks import SftTask
+from mlora.types import UserError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,6 +56,17 @@ def prepare(config: RunConfig, stages: int) -> Prepared:
     return prepared
 
 
+def _check_rates(adapter: AdapterRun) -> None:
+    """Raises UserError where warm-up leaves every step at learning rate 0, so that B would stay zero."""
+    total, config = adapter.total_steps, adapter.config
+    last = min(total, warmup_steps(config, total) + 1)
+    if config.learning_rate > 0 and all(learning_rate(config, step, total) == 0 for step in range(last)):
+        raise UserError(
+            f"adapters[{config.name}]: the learning rate is 0 in all of its {total} steps (warmup_steps "
+            f"{config.warmup_steps:g} starts at 0), so nothing would be learnt; write warmup_steps: 0 or train longer"
+        )
+
+
 def _factor(config: RunConfig, stages: int) -> int:
     """2 microbatches in flight for each of 1F1B's ride out uneven costs, if the other adapters can fill the longer wait
     between an adapter's steps; otherwise they would only make it longer."""
@@ -80,5 +93,6 @@ def _prepare_adapter(
     task = SftTask(config.dataset, tokenizer, length, spec.vocab_size)
     data = open_tokens(config.dataset.path, task.encode, task.digest, cache_folder() / "tokens")
     adapter = AdapterRun(index=index, config=config, data=data, targets=targets)
+    _check_rates(adapter)
     print(f"{config.name}: {data.stats.summary()}; {adapter.total_steps} steps, {len(targets)} modules", flush=True)
     return adapter

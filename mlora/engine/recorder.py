@@ -37,10 +37,19 @@ class Recorder:
         if report.step % config.logging_steps and report.step != report.total_steps and not report.skipped:
             return
         entry = self._entry(report)
-        assert self._file is not None
-        self._file.write(json.dumps(entry) + "\n")
-        self._file.flush()
+        self._write(json.dumps(entry) + "\n")
         print(_line(report, entry), flush=True)
+
+    def _write(self, line: str) -> None:
+        """A full disk costs the file, not the run."""
+        if self._file is None:
+            return
+        try:
+            self._file.write(line)
+            self._file.flush()
+        except OSError as error:
+            print(f"{self._path} cannot be written: {error.strerror}; the run goes on without it", flush=True)
+            self._file = None
 
     def close(self) -> None:
         """Close the file."""

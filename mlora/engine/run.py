@@ -6,12 +6,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from mlora.config import RunConfig, load_config, parse_config
+from mlora.config import RunConfig, apply_overrides, load_config, parse_config
 from mlora.engine.coordinator import OnStep
 from mlora.engine.leader import Leader
 from mlora.engine.ranks import train_in_processes, train_in_threads
 from mlora.engine.results import Results
 from mlora.engine.world import torchrun_world
+from mlora.types import UserError
 
 
 def train(
@@ -48,5 +49,9 @@ def train(
 
 def _as_config(config: RunConfig | Mapping[str, Any] | str | Path, overrides: Sequence[str]) -> RunConfig:
     if isinstance(config, RunConfig):
+        if overrides:
+            raise UserError("overrides: they change a file or plain data; use dataclasses.replace on a RunConfig")
         return config
-    return parse_config(config) if isinstance(config, Mapping) else load_config(config, overrides)
+    if isinstance(config, Mapping):
+        return parse_config(apply_overrides(config, overrides))
+    return load_config(config, overrides)

@@ -46,7 +46,7 @@ def verify_run(output_dir: str | Path) -> list[LogitsCheck]:
         import peft  # noqa: F401
     except ImportError:
         raise UserError("mlora verify needs PEFT: pip install 'mlora-engine[verify]'") from None
-    folders = sorted(path for path in (Path(output_dir) / "adapters").glob("*") if path.is_dir())
+    folders = sorted(path for path in (Path(output_dir) / "adapters").glob("[!.]*") if path.is_dir())
     if not folders:
         raise UserError(f"{output_dir}: there is no adapter under {Path(output_dir) / 'adapters'}")
     return [_verify(folder) for folder in folders]

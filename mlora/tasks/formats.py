@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from mlora.types import Row, UserError
@@ -180,6 +180,17 @@ FORMATS: dict[str, Format] = {  # in the order of guessing: the fuller form of a
 }
 
 
+def check_columns(rows: Sequence[Row], columns: Mapping[str, str]) -> None:
+    """Raises UserError where a column of the file that ``columns`` names is in none of the first ``rows``."""
+    seen = dict.fromkeys(key for row in rows for key in row.value)
+    for name, column in columns.items():
+        if column not in seen:
+            raise UserError(
+                f"{rows[0].file}: its rows have no column {column!r} (looked at from line {rows[0].line} to "
+                f"{rows[-1].line}), they have {_names(seen)}; mend dataset.columns.{name}"
+            )
+
+
 def guess_format(row: Row, columns: Mapping[str, str]) -> Format:
     """The first format that the row's columns, under the names in ``columns``, make up.
 
@@ -188,6 +199,8 @@ def guess_format(row: Row, columns: Mapping[str, str]) -> Format:
     for candidate in FORMATS.values():
         if candidate.fits(row, columns):
             return candidate
+    if not row.value:
+        raise row.error(None, "the row is empty, so the format cannot be guessed; delete the line, or give format")
     seen = _names(row.value) + (f" (and the setting columns names {_names(columns)})" if columns else "")
     forms = "; ".join(f"{name}: {', '.join(form.required)}" for name, form in FORMATS.items())
     raise row.error(None, f"the format cannot be guessed from the columns {seen}; give columns or format ({forms})")

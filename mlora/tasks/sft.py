@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import tokenizers
 
 from mlora.config import DatasetConfig
-from mlora.tasks.formats import Fields, Format, Turn, guess_format, named_format
+from mlora.tasks.formats import Fields, Format, Turn, check_columns, guess_format, named_format
 from mlora.tasks.labels import Splitter, Tokens, trained_tokens
 from mlora.tasks.template import ChatTemplate, Rendered
 from mlora.types import IGNORE, Encoded, Row, UserError
@@ -19,7 +19,7 @@ from mlora.types import IGNORE, Encoded, Row, UserError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_VERSION = 1  # raise it whenever the same row would give other tokens or labels
+_VERSION = 2  # raise it whenever the same row would give other tokens or labels
 
 
 class SftTask:
@@ -46,8 +46,8 @@ class SftTask:
         self._eos: int = tokenizer.eos_token_id
         self._template = _chat_template(config, tokenizer)
         self._splitter = Splitter(tokenizer)
-        # With "auto", the first row that is encoded decides.
-        self._format = None if config.format == "auto" else named_format(config.format, config.columns)
+        self._named = None if config.format == "auto" else named_format(config.format, config.columns)
+        self._format: Format | None = None  # set by the first rows that are encoded
 
     @property
     def digest(self) -> str:
@@ -71,7 +71,8 @@ class SftTask:
         that is not of the format, and for a token that the embedding has no row for.
         """
         if self._format is None:
-            self._format = guess_format(rows[0], self._config.columns)
+            check_columns(rows, self._config.columns)
+            self._format = self._named or guess_format(rows[0], self._config.columns)
         results = [self._render(self._format, row) for row in rows]
         texts = [result for result in results if isinstance(result, Rendered)]
         tokens = self._splitter.split([rendered.text for rendered in texts])
@@ -157,6 +158,8 @@ def _chat_template(config: DatasetConfig, tokenizer: PreTrainedTokenizerBase) ->
 
 def _read_template(path: Path) -> str:
     try:
+        if not (path.is_file() or path.is_dir()) and path.exists():  # reading a pipe would wait for ever
+            raise UserError(f"dataset.chat_template: {path}: is not a regular file; give a file with a Jinja template")
         return path.read_text(encoding="utf-8")
     except OSError as error:
         raise UserError(f"dataset.chat_template: {path}: cannot be read: {error.strerror}") from None

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 _DATE = "26 Jul 2024"
 _FIXED_CLOCK = "{%- macro strftime_now(format) -%}" + _DATE + "{%- endmacro -%}"
 
+_STAND_IN = "\U0010f5c3\U0010f1a7"  # for private use, so neither in texts nor changed by a template's filters
+
 
 @dataclass(frozen=True, kw_only=True)
 class Rendered:
@@ -36,56 +38,71 @@ class ChatTemplate:
         self.source = source
         self._tokenizer = tokenizer
         self._text = _FIXED_CLOCK + source if "strftime_now" in source else source
-        marks = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
-        self._marks = tuple(sorted(marks | set(tokenizer.all_special_tokens)))
 
     def render_all(self, turns: Sequence[Turn], row: Row) -> Rendered:
-        """The conversation with every character trained. Raises UserError where the template refuses it."""
+        """The conversation with every character trained.
+
+        Raises UserError where the template refuses the conversation or leaves its last answer out.
+        """
         text = self._render(turns, row)
-        end = turns[-1].role == "assistant" and self._closed(text) is None
+        answers = _answers(turns)
+        closed = not answers or bool(self._around(turns, answers[-1], row)[1].strip())
+        end = turns[-1].role == "assistant" and not closed
         return Rendered(text=text, spans=((0, len(text)),), leading=False, end=end)
 
     def render_completions(self, turns: Sequence[Turn], row: Row) -> Rendered:
-        """The conversation with its assistant turns trained.
+        """The conversation, which has an assistant's turn, with the assistant's turns trained.
 
-        A turn's span is what its message adds to the rendering of the messages before it, up to its end token.
-        Raises UserError where the template refuses the conversation, or renders earlier messages differently when
-        later ones follow.
+        A turn's span is what its message adds to the rendering of the messages before it, up to its end mark: what the
+        template writes behind an answer, but for the blanks at its end, which no model is ever asked to produce.
+        Raises UserError where the template refuses the conversation, leaves an answer out, renders earlier messages
+        differently when later ones follow, or marks no end of an answer that others follow.
         """
         text = self._render(turns, row)
-        spans, end = [], False
-        for i, turn in enumerate(turns):
-            if turn.role == "assistant":
-                start, stop = self._span(text, turns[: i + 1], i + 1 == len(turns), row)
-                closed = self._closed(text[start:stop])
-                spans.append((start, stop if closed is None else start + closed))
-                end = i + 1 == len(turns) and closed is None
-        return Rendered(text=text, spans=tuple(spans), leading=False, end=end)
+        spans, closed = [], True
+        for i in _answers(turns):
+            last = i + 1 == len(turns)
+            start, stop, closed = self._span(text, turns[: i + 1], last, row)
+            if not (closed or last):
+                raise row.error(None, _NO_END)
+            spans.append((start, stop))
+        return Rendered(text=text, spans=tuple(spans), leading=False, end=not closed)
 
-    def _span(self, text: str, turns: Sequence[Turn], last: bool, row: Row) -> tuple[int, int]:
-        """The span of the last of ``turns`` in the whole ``text``."""
+    def _span(self, text: str, turns: Sequence[Turn], last: bool, row: Row) -> tuple[int, int, bool]:
+        """The span of the last of ``turns`` in the whole ``text``, and whether it ends with an end mark."""
         before = self._render(turns[:-1], row, add_generation_prompt=True)
         after = text if last else self._render(turns, row)
-        if not (after.startswith(before) and text.startswith(after)):
+        head, tail = self._around(turns, len(turns) - 1, row)
+        if not (after.startswith(before) and after.endswith(tail) and text.startswith(after)):
             raise row.error(None, _NO_SPANS)
-        return len(before) + self._header(after[len(before) :], turns[-1]), len(after)
+        start = len(before)
+        if not self._prompts(turns[:-1], before, row):
+            if not after.startswith(head):
+                raise row.error(None, _NO_SPANS)
+            # A blank before the content stays with it: in most vocabularies it is part of the first word's token.
+            start = max(start, len(head.rstrip(" ")))
+        closed = bool(tail.strip())
+        return start, len(after.rstrip()) if closed else len(after), closed
 
-    def _closed(self, text: str) -> int | None:
-        """Length of the text up to its closing special token; None where its last word is no special token.
+    def _prompts(self, turns: Sequence[Turn], prompted: str, row: Row) -> bool:
+        """Whether the template wrote a generation prompt at the end of ``prompted``."""
+        return "add_generation_prompt" in self.source and prompted != self._render(turns, row)
 
-        Templates print a newline after the end token that no model is ever asked to produce.
+    def _around(self, turns: Sequence[Turn], place: int, row: Row) -> tuple[str, str]:
+        """What the template writes before and behind the content of the answer ``turns[place]``.
+
+        The content may be a part of what stands around it, empty, or altered by the template, so it is not searched
+        for: a stand-in is rendered in its place.
         """
-        stripped = text.rstrip()
-        return len(stripped) if stripped.endswith(self._marks) else None
-
-    def _header(self, text: str, turn: Turn) -> int:
-        """Length of the header that a template without generation prompt puts before the content.
-
-        A blank before the content stays with it: in most vocabularies it is part of the first word's token.
-        """
-        if "add_generation_prompt" in self.source:
-            return 0
-        return len(text[: max(0, text.find(turn.content.strip()))].rstrip(" "))
+        stand_in = Turn(role="assistant", content=_STAND_IN)
+        parts = self._render([*turns[:place], stand_in, *turns[place + 1 :]], row).split(_STAND_IN)
+        if len(parts) != 2:
+            raise row.error(
+                None,
+                f"this chat template prints an answer {len(parts) - 1} times and not once, so it cannot be trained; "
+                "does it know the role 'assistant'? Mend it, or give another chat_template",
+            )
+        return parts[0], parts[1]
 
     def _render(self, turns: Sequence[Turn], row: Row, add_generation_prompt: bool = False) -> str:
         messages = [{"role": turn.role, "content": turn.content} for turn in turns]
@@ -99,15 +116,24 @@ class ChatTemplate:
             )
         except jinja2.TemplateSyntaxError as error:
             raise UserError(f"chat template, line {error.lineno}: {error.message}; mend the template") from None
-        except (jinja2.TemplateError, TypeError, ValueError) as error:
-            reason = " ".join(str(error).split())
+        except Exception as error:  # a template is a program of the user's: it can raise anything
+            reason = " ".join(str(error).split()) or type(error).__name__
             raise row.error(None, f"the chat template refuses this conversation: {reason}") from None
         assert isinstance(text, str)
         return text
+
+
+def _answers(turns: Sequence[Turn]) -> list[int]:
+    """The places of the assistant's turns."""
+    return [i for i, turn in enumerate(turns) if turn.role == "assistant"]
 
 
 _NO_SPANS = (
     "this chat template renders earlier messages differently when later ones follow, or does not begin an answer with "
     "its own generation prompt, so the assistant's turns cannot be labelled; write train_on: all, or give another "
     "chat_template"
+)
+_NO_END = (
+    "this chat template marks no end of earlier turns, so the end of an answer that others follow cannot be trained; "
+    "write train_on: all, or give conversations of a single answer"
 )

@@ -253,7 +253,7 @@ class Liveness:
         if not failure.consequence and self._rank in (0, failure.rank):
             self._print(failure.trace.rstrip() or failure.reason)
         _unless_gone(lambda: self._board.mark("shown", self._rank))  # before the line: torch logs a lost store
-        _tell_launcher(failure.line)
+        tell_launcher(failure.line)
         self._print(f"stopped: {failure.line}")
         if self._rank == 0:
             _unless_gone(lambda: self._board.all_marked("shown", others, 3 * self._beat_s))
@@ -270,7 +270,7 @@ class Liveness:
         sys.stderr.flush()
 
 
-def _tell_launcher(line: str) -> None:
+def tell_launcher(line: str) -> None:
     """torchrun ends its own report with what it finds in this file."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path:
