@@ -108,9 +108,7 @@ class AdapterConfig:
     def __post_init__(self) -> None:
         place = f"adapters[{self.name}]"
         if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", self.name):
-            raise UserError(
-                f"{place}.name: {self.name!r} is also a folder's name: up to 100 letters, digits, . _ -"
-            )
+            raise UserError(f"{place}.name: {self.name!r} is also a folder's name: up to 100 letters, digits, . _ -")
         for key, low, high in _RANGES:
             value = getattr(self, key)
             if not (low <= value <= high):
