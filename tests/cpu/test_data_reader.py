@@ -1,12 +1,13 @@
 import codecs
 import json
 import os
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from mlora.data import read_rows, reader
+from mlora.data import open_tokens, read_rows, reader
 from mlora.types import UserError
 
 
@@ -79,6 +80,8 @@ FAULTS = [
     (b'[{"a": 1}\n {"a": 1}]', ":2:2: not valid JSON: expected ']'"),
     (b'[{"a": 1},\n {"a": "cut', ":2:8: not valid JSON: Unterminated string starting at; is the file cut off?"),
     (b'[{"a": 1},\n', ":2:1: not valid JSON: Expecting value; is the file cut off?"),
+    (b'[{"a": 1},\n]', ":2:1: not valid JSON: a comma behind the last row; delete it"),
+    (b'[{"a": 1},\n {"a": ', ":2:8: not valid JSON: Expecting value; is the file cut off?"),
     (b'[{"a": 1}\n', ":2:1: the file ends where ']' was expected; is it cut off?"),
     (b'[{"a": 1}]\n[{"a": 1}]', ":2:1: text after the array's end"),
     (b"[" * 100_000, ":1:2: cannot be parsed"),
@@ -124,6 +127,43 @@ def test_missing_file_folder_and_forbidden_file(tmp_path):
         pytest.skip("this user may read every file")
     with pytest.raises(UserError, match="cannot be read"):
         places(path)
+
+
+def refusal_of_the_cache(path, cache_dir):
+    with pytest.raises(UserError) as caught:
+        open_tokens(path, lambda rows: [], "", cache_dir)
+    return str(caught.value)
+
+
+def test_pipes_and_devices_are_refused_without_opening_them(tmp_path, monkeypatch):
+    def fail(*_, **__):
+        raise AssertionError("opening a pipe waits until someone writes to it")
+
+    monkeypatch.setattr(Path, "open", fail)
+    pipe = tmp_path / "pipe.jsonl"
+    os.mkfifo(pipe)
+    reading, writing = os.pipe()
+    for path in (pipe, Path("/dev/zero"), Path(f"/dev/fd/{reading}")):
+        with pytest.raises(UserError, match=f"{path}: is not a regular file"):
+            places(path)
+        assert f"{path}: is not a regular file" in refusal_of_the_cache(path, tmp_path)
+    os.close(reading)
+    os.close(writing)
+
+
+def test_a_file_in_a_place_that_cannot_be_looked_at(tmp_path):
+    loop = tmp_path / "loop"
+    loop.symlink_to(loop)
+    with pytest.raises(UserError, match="loop: cannot be read: Too many levels"):
+        places(loop)
+    assert "cannot be read: Too many levels" in refusal_of_the_cache(loop, tmp_path)
+
+
+@pytest.mark.parametrize("text", ['[{"a": 1},]', '[{"a": 1,}]', '[{"a" 2}]'])
+def test_a_whole_file_with_a_fault_at_its_end_is_not_called_cut_off(tmp_path, text):
+    with pytest.raises(UserError, match="not valid JSON") as caught:
+        places(write(tmp_path, text))
+    assert "cut off" not in str(caught.value)
 
 
 def test_lone_surrogates_and_bom_inside_text_pass_through(tmp_path):

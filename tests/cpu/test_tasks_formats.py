@@ -151,9 +151,30 @@ def test_faults_name_file_line_and_column(form, columns, message):
 
 
 def test_faults_name_the_column_of_the_file():
-    assert "column 'out': missing" in fault(
-        {"in": "a"}, format="prompt_completion", columns={"prompt": "in", "completion": "out"}
-    )
+    task = make_task(format="prompt_completion", columns={"prompt": "in", "completion": "out"})
+    rows = [make_row(**{"in": "a", "out": "b"}), make_row(8, **{"in": "a"})]
+    with pytest.raises(UserError, match=re.escape("rows.jsonl:8, column 'out': missing; the row has in")):
+        task.encode(rows)
+
+
+@pytest.mark.parametrize("form", ["auto", "prompt_completion"])
+def test_a_column_that_the_file_does_not_have(form):
+    text = fault({"question": "a", "sql": "b"}, format=form, columns={"prompt": "q", "completion": "sql"})
+    assert "rows.jsonl: its rows have no column 'q' (looked at from line 7 to 7), they have question, sql; " in text
+    assert "mend dataset.columns.prompt" in text
+
+
+def test_a_renamed_column_may_be_missing_in_some_rows_but_not_in_all():
+    columns = {"instruction": "q", "output": "a", "input": "extra"}
+    rows = [make_row(q="the", a="cat"), make_row(q="the", a="cat", extra="dog")]
+    assert len(make_task(columns=columns).encode(rows)) == 2
+    with pytest.raises(UserError, match="no column 'extra'"):
+        make_task(columns=columns).encode(rows[:1])
+
+
+def test_an_empty_row_is_called_empty():
+    text = fault({})
+    assert "rows.jsonl:7: the row is empty" in text and "no columns" not in text
 
 
 def test_a_format_that_cannot_be_guessed_lists_what_was_seen():

@@ -1,4 +1,5 @@
 import json
+import os
 import re
 
 import pytest
@@ -57,12 +58,70 @@ def test_tokens_of_a_conversation_are_transformers_own(kind, template):
 
 def test_a_template_without_end_token_gets_the_end_of_sequence():
     tokenizer = make_tokenizer(NO_END)
-    encoded = encode_one(make_task(tokenizer), messages=chat("q", "the cat", "r", "a dog"))
-    assert spans(tokenizer, encoded) == ["the cat\n", "a dog\n</s>"]
+    encoded = encode_one(make_task(tokenizer), messages=chat("q", "a dog"))
+    assert spans(tokenizer, encoded) == ["a dog\n</s>"]
     assert encoded.labels[-1] == encoded.input_ids[-1] == tokenizer.eos_token_id
-    open_end = encode_one(make_task(tokenizer), messages=chat("q", "the cat", "r"))
-    assert spans(tokenizer, open_end) == ["the cat\n"]
-    assert tokenizer.eos_token_id not in open_end.input_ids
+
+
+@pytest.mark.parametrize("turns", [("q", "the cat", "r"), ("q", "the cat", "r", "a dog")])
+def test_an_answer_that_is_not_the_last_turn_must_have_an_end(turns):
+    tokenizer = make_tokenizer(NO_END)
+    with pytest.raises(UserError, match=r"rows.jsonl:7: this chat template marks no end of earlier turns"):
+        make_task(tokenizer).encode([make_row(messages=chat(*turns))])
+    encoded = encode_one(make_task(tokenizer, train_on="all"), messages=chat(*turns))
+    assert encoded.labels == encoded.input_ids
+    assert (tokenizer.eos_token_id in encoded.input_ids) == (len(turns) == 4)
+
+
+@pytest.mark.parametrize("end", ["<|END|>", "</s>", " ###"])
+def test_the_end_mark_need_not_be_a_special_token(end):
+    template = CHATML.replace("<|im_end|>", end)
+    tokenizer = make_tokenizer(template)
+    for config in ({}, {"train_on": "all"}):
+        encoded = encode_one(make_task(tokenizer, **config), messages=chat("q", "the cat", "r", "a dog"))
+        expected = tokenizer.apply_chat_template(chat("q", "the cat", "r", "a dog"), tokenize=False)
+        assert tokenizer.decode(encoded.input_ids) == expected
+        if not config:
+            assert spans(tokenizer, encoded) == ["the cat" + end, "a dog" + end]
+
+
+VICUNA = (
+    "{% for m in messages %}{% if m.role == 'user' %}{{ 'USER: ' + m.content }}"
+    "{% else %}{{ ' ASSISTANT: ' + m.content.lower().strip() + '</s>' }}{% endif %}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize("mention", ["", "{# add_generation_prompt #}"])
+@pytest.mark.parametrize(
+    "answer, label", [("A", " a</s>"), ("S", " s</s>"), ("", " </s>"), ("THE cat ", " the cat</s>")]
+)
+def test_an_answer_is_told_from_the_header_that_holds_its_text(mention, answer, label):
+    tokenizer = make_tokenizer(VICUNA + mention)
+    encoded = encode_one(make_task(tokenizer), messages=chat("A", answer, "S", answer))
+    assert spans(tokenizer, encoded) == [label, label]
+    whole = tokenizer.decode(encoded.input_ids)
+    assert whole == f"USER: A ASSISTANT:{label}USER: S ASSISTANT:{label}"
+
+
+def test_a_header_that_depends_on_the_answer_cannot_be_labelled():
+    template = VICUNA.replace("' ASSISTANT: '", "(' SHORT: ' if m.content == 'A' else ' ASSISTANT: ')")
+    with pytest.raises(UserError, match=r"rows.jsonl:7: .*cannot be labelled; write train_on: all"):
+        make_task(make_tokenizer(template)).encode([make_row(messages=chat("q", "A"))])
+
+
+@pytest.mark.parametrize("train_on", ["completions", "all"])
+@pytest.mark.parametrize(
+    "template, times",
+    [
+        ("{% for m in messages %}{% if m.role in ('user', 'model') %}{{ m.content }}</s>{% endif %}{% endfor %}", 0),
+        ("hello", 0),
+        ("{% for m in messages %}{{ m.role }}<|im_end|>{% endfor %}", 0),
+        (CHATML.replace("m.content", "m.content + m.content"), 2),
+    ],
+)
+def test_a_template_that_does_not_print_the_answer_once(template, times, train_on):
+    with pytest.raises(UserError, match=f"rows.jsonl:7: this chat template prints an answer {times} times"):
+        make_task(make_tokenizer(template), train_on=train_on).encode([make_row(messages=chat("q", "a"))])
 
 
 def test_a_special_token_inside_an_answer_is_not_its_end():
@@ -201,6 +260,10 @@ def test_a_batch_gives_what_single_rows_give(monkeypatch):
         ("{{ 1 + messages[0].content }}", chat("q", "a"), "rows.jsonl:7: the chat template refuses"),
         ("{{ raise_exception('two\nlines') }}", chat("q", "a"), "rows.jsonl:7: the chat template refuses this"),
         ("{{ messages[0].content.index('z') }}", chat("q", "a"), "rows.jsonl:7: the chat template refuses"),
+        ("{{ 1 // 0 }}", chat("q", "a"), "rows.jsonl:7: the chat template refuses this conversation: integer division"),
+        ("{{ 2.0 ** 9999 }}", chat("q", "a"), "rows.jsonl:7: the chat template refuses"),
+        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", chat("q", "a"), "rows.jsonl:7: the chat template refuses"),
+        ("{{ messages.pop(9) }}", chat("q", "a"), "rows.jsonl:7: the chat template refuses"),
         ("{% if x %}\n{% bad %}", chat("q", "a"), "chat template, line 2: "),
     ],
 )
@@ -228,6 +291,10 @@ def test_a_template_from_a_file(tmp_path):
     path.write_bytes(b"\xff")
     with pytest.raises(UserError, match="is not UTF-8"):
         make_task(chat_template=str(path))
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    with pytest.raises(UserError, match="pipe: is not a regular file"):
+        make_task(chat_template=str(pipe))
 
 
 def test_named_templates():
