@@ -360,7 +360,7 @@ def test_exit_code_130_when_interrupted(tmp_path, model, rows):
         if line.startswith("long  step       3/"):
             process.send_signal(signal.SIGINT)
             break
-    _, err = process.communicate(timeout=60)
+    _, err = process.communicate(timeout=180)
     assert process.returncode == 130
     assert err.splitlines()[-1].startswith("mlora: interrupted") and "Traceback" not in err
     assert [folder.name for folder in (tmp_path / "run" / "adapters").iterdir()] == ["short"]
