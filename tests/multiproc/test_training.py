@@ -86,6 +86,13 @@ def test_processes_give_the_bits_of_one(config, alone, tmp_path, processes):
     assert_same(alone, tmp_path / "run")
 
 
+def test_recompute_twice_in_flight_and_a_queue_give_the_bits_of_one(config, alone, tmp_path):
+    changed = config | {"recompute": True, "max_active": 3}
+    finished = train(changed, tmp_path / "run", "--nproc", "4", in_flight=2)
+    assert finished.returncode == 0, finished.stdout + finished.stderr
+    assert_same(alone, tmp_path / "run")
+
+
 @pytest.mark.parametrize("stages, replicas", [(2, 2), (1, 2)])
 def test_replicas_give_the_bits_of_one(config, alone, tmp_path, stages, replicas):
     finished = train(config, tmp_path / "run", "--nproc", str(stages * replicas), stages=stages, replicas=replicas)
