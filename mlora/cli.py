@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import platform
 import sys
 from importlib.metadata import PackageNotFoundError, version
@@ -77,6 +78,8 @@ def _train_in_processes(arguments: argparse.Namespace) -> int:
 
     if arguments.nproc < 1:
         raise UserError(f"--nproc {arguments.nproc}: give a positive number of processes")
+    threads = max(1, len(os.sched_getaffinity(0)) // arguments.nproc)
+    os.environ.setdefault("OMP_NUM_THREADS", str(threads))  # else torchrun takes 1, with a banner
     command = ["-m", "mlora", "train", arguments.config]
     command += [word for override in arguments.set for word in ("--set", override)]
     command += ["--overwrite"] if arguments.overwrite else []

@@ -324,7 +324,7 @@ def _known(cls: type, tree: Mapping[Any, Any], place: str, also: tuple[str, ...]
         if key in names:
             continue
         near = difflib.get_close_matches(str(key), names, n=1, cutoff=0.5)
-        hint = f"did you mean {near[0]!r}?" if near else f"known keys: {', '.join(sorted(names))}"
+        hint = f"did you mean {near[0]!r}?" if near else f"known keys: {', '.join(sorted(set(names)))}"
         raise UserError(f"{place + '.' if place else ''}{key}: unknown key; {hint}")
 
 

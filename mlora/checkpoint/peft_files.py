@@ -53,6 +53,7 @@ def write_adapter(
         staging.mkdir(parents=True)
         save_file(tensors, staging / _WEIGHTS, metadata={"format": "pt"})
         (staging / _CONFIG).write_text(text + "\n", encoding="utf-8")
+        shutil.copymode(staging / _CONFIG, staging / _WEIGHTS)  # safetensors writes for the owner alone
         _compare(tensors, _read_tensors(staging / _WEIGHTS), staging / _WEIGHTS)
         extras(staging)
         _sync(staging)

@@ -303,6 +303,7 @@ def _mlora(*arguments, **keys):
     return subprocess.Popen(
         [sys.executable, "-m", "mlora", *map(str, arguments)],
         env=environment,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # noqa: PLW1509 - else a background shell ignores it
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

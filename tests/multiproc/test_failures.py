@@ -291,7 +291,7 @@ def test_a_host_that_does_not_resolve_is_named(short, tmp_path, rank):
 def test_a_stranger_at_the_rendezvous_is_named(short, tmp_path, taken):
     with started(short, tmp_path / "run", environment=_alone(1, "127.0.0.1", taken)) as run:
         assert run.wait(ENDED_S) == 2
-    assert re.search(f"127.0.0.1:{taken} failed: .*does not answer", run.last_line), run.text
+    assert re.search(f"127.0.0.1:{taken} failed: no store of this run has answered", run.last_line), run.text
 
 
 @pytest.mark.slow

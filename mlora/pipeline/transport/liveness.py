@@ -69,7 +69,7 @@ class Liveness:
         self._board = Board(store)
         self._board.set_host(rank, self._host)
         self._last_round = time.monotonic()
-        self._listen_for_sigterm(store)
+        self._listen_for_sigterm()
         self._threads = [
             threading.Thread(target=self._beat, args=(Board(store),), name="beats", daemon=True),
             threading.Thread(target=self._watch_store, name="watch over the store", daemon=True),
@@ -138,7 +138,7 @@ class Liveness:
         for thread in self._threads:
             thread.join(self._grace_s)
 
-    def _listen_for_sigterm(self, store: dist.Store) -> None:
+    def _listen_for_sigterm(self) -> None:
         """Where nobody else does. Python allows it in the main thread only, but that one may hang in a connection and
         then runs no handler; so the signal's number goes through a pipe to a thread."""
         main = threading.current_thread() is threading.main_thread()
@@ -148,16 +148,16 @@ class Liveness:
         os.set_blocking(writing, False)
         signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
         signal.signal(signal.SIGTERM, lambda *_: None)
-        threading.Thread(target=self._end_by_sigterm, args=(Board(store), reading), daemon=True).start()
+        threading.Thread(target=self._end_by_sigterm, args=(reading,), daemon=True).start()
 
-    def _end_by_sigterm(self, board: Board, reading: int) -> None:
+    def _end_by_sigterm(self, reading: int) -> None:
         """Wait for the signal; leave word of it if the store answers soon, and end."""
         while os.read(reading, 1) != bytes([signal.SIGTERM]):
             continue
         if not self._stop.is_set():
             reason = "ended by SIGTERM; what its launcher shows on that host says why"
             failure = Failure(rank=self._rank, host=self._host, reason=reason, consequence=True)
-            report = threading.Thread(target=_unless_gone, args=(lambda: board.report(failure),), daemon=True)
+            report = threading.Thread(target=_unless_gone, args=(lambda: self._board.report(failure),), daemon=True)
             report.start()
             report.join(self._beat_s)
         os._exit(128 + signal.SIGTERM)

@@ -25,11 +25,11 @@ def open_store(host: str, port: int, *, serve: bool, timeout_s: float = 50) -> d
     Raises UserError naming host and port when the port is taken, the name does not resolve, or nobody answers in time.
     """
     deadline = time.monotonic() + timeout_s
+    patience = timedelta(seconds=2 * timeout_s)  # torch's own, longer: it would end in pages of C++ traces
     try:
-        _wait_for_address(host, port, deadline, resolve_only=serve)
+        _wait_until_resolved(host, port, deadline)
         left = max(1.0, deadline - time.monotonic())
-        timeout = timedelta(seconds=left)
-        store = _within(left, lambda: dist.TCPStore(host, port, None, serve, timeout, wait_for_workers=False))
+        store = _within(left, lambda: dist.TCPStore(host, port, None, serve, patience, wait_for_workers=False))
     except (OSError, RuntimeError) as error:
         text = " ".join(str(error).split())
         raise UserError(f"rendezvous at {host}:{port} failed: {text[:200]}; {_advice(error, serve)}") from error
@@ -37,15 +37,11 @@ def open_store(host: str, port: int, *, serve: bool, timeout_s: float = 50) -> d
     return store
 
 
-def _wait_for_address(host: str, port: int, deadline: float, resolve_only: bool) -> None:
-    """Until the name resolves and somebody listens: torch's own attempts take up to three times their limit, and log
-    a C++ trace each. Raises OSError with the last reason at the deadline."""
+def _wait_until_resolved(host: str, port: int, deadline: float) -> None:
+    """A new host's name may take a while to be known. Raises OSError with the last reason at the deadline."""
     while True:
         try:
-            if resolve_only:
-                socket.getaddrinfo(host, port)
-            else:
-                socket.create_connection((host, port), max(1.0, deadline - time.monotonic())).close()
+            socket.getaddrinfo(host, port)
             return
         except OSError:
             if time.monotonic() + _RETRY_S > deadline:
@@ -66,9 +62,9 @@ def _within(seconds: float, call: Callable[[], T]) -> T:
 
     Thread(target=run, name="rendezvous", daemon=True).start()
     try:
-        return future.result(seconds + _RETRY_S)
+        return future.result(seconds)
     except TimeoutError:
-        raise TimeoutError("what listens there does not answer as the run's store") from None
+        raise TimeoutError(f"no store of this run has answered there for {seconds:.0f} s") from None
 
 
 def _advice(error: Exception, serve: bool) -> str:
