@@ -16,7 +16,7 @@ from mlora.pipeline.transport.distributed import distributed_control, distribute
 from mlora.pipeline.transport.liveness import Liveness
 from mlora.types import UserError
 
-LIMITS = {"silent_s": 6.0, "beat_s": 0.2, "grace_s": 4.0}
+LIMITS = {"silent_s": 8.0, "beat_s": 0.2, "grace_s": 4.0}
 
 
 def all_checks(store, rank, world, device="cpu", backend=""):

@@ -30,7 +30,7 @@ def test_kill_ends_all_others_with_the_rank_named(victim):
     check_failed(ended, rf"rank {victim}\b.* ended", {0, 1, 2} - {victim})
 
 
-@pytest.mark.parametrize("victim, reason", [(0, "its store has not answered for 6 s"), (1, "silent for 6 s")])
+@pytest.mark.parametrize("victim, reason", [(0, "its store has not answered for 8 s"), (1, "silent for 8 s")])
 def test_a_frozen_rank_is_silent(victim, reason):
     processes = start("processes:watched", 3, "exchange_for_ever")
     wait_for_text(processes, "started")

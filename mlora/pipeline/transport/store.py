@@ -6,7 +6,6 @@ import socket
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from datetime import timedelta
 from threading import Thread
 from typing import TypeVar
 
@@ -25,16 +24,13 @@ def open_store(host: str, port: int, *, serve: bool, timeout_s: float = 50) -> d
     Raises UserError naming host and port when the port is taken, the name does not resolve, or nobody answers in time.
     """
     deadline = time.monotonic() + timeout_s
-    patience = timedelta(seconds=2 * timeout_s)  # torch's own, longer: it would end in pages of C++ traces
     try:
         _wait_until_resolved(host, port, deadline)
         left = max(1.0, deadline - time.monotonic())
-        store = _within(left, lambda: dist.TCPStore(host, port, None, serve, patience, wait_for_workers=False))
+        return _within(left, lambda: dist.TCPStore(host, port, None, serve, OPERATION_TIMEOUT, wait_for_workers=False))
     except (OSError, RuntimeError) as error:
         text = " ".join(str(error).split())
         raise UserError(f"rendezvous at {host}:{port} failed: {text[:200]}; {_advice(error, serve)}") from error
-    store.set_timeout(OPERATION_TIMEOUT)
-    return store
 
 
 def _wait_until_resolved(host: str, port: int, deadline: float) -> None:
@@ -50,8 +46,9 @@ def _wait_until_resolved(host: str, port: int, deadline: float) -> None:
 
 
 def _within(seconds: float, call: Callable[[], T]) -> T:
-    """The call's result. Raises TimeoutError where it takes longer: torch waits for ever for an answer of a foreign
-    service that takes the connection and says nothing."""
+    """The call's result. Raises TimeoutError where it takes longer, and leaves it waiting: torch's own limits do not
+    hold where a foreign service takes the connection and says nothing, and a thread that comes back from torch while
+    Python shuts down would take the process with it."""
     future: Future[T] = Future()
 
     def run() -> None:
