@@ -52,6 +52,7 @@ class Optimizer:
                 betas=(config.adam_beta1, config.adam_beta2),
                 eps=config.adam_epsilon,
                 weight_decay=config.weight_decay,
+                fused=state.master.is_cuda,
             )
 
     def step(self, learning_rate: float, coefficient: float) -> None:

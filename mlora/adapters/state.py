@@ -16,6 +16,7 @@ import torch
 from mlora.adapters.init import initial_matrices
 from mlora.config import AdapterConfig
 from mlora.ops.batch_lora import LoraGroup, LoraPart
+from mlora.ops.devices import has_kernels, kernels
 from mlora.ops.exact import exact_sum
 from mlora.ops.random import key_for
 from mlora.types import MERGED_LINEARS, UserError, module_name, padded
@@ -67,6 +68,7 @@ class AdapterState:
         state_dtype = torch.promote_types(dtype, torch.float32)
         self.master = torch.zeros(size, dtype=state_dtype, device=device)
         self.grad = torch.zeros_like(self.master)
+        self._layer_blocks = torch.tensor(self._layer_starts, device=device) // BLOCK
         self.compute = torch.zeros(size, dtype=dtype, device=device)
         for name, (a_RD, b_RO) in self.matrices().items():
             initial_a, initial_b = initial_matrices(config, name, a_RD.shape[1], b_RO.shape[1])
@@ -100,13 +102,13 @@ class AdapterState:
         """What BatchLoRA needs in one merged linear of one layer; None where the adapter has no target there."""
         parts, column, rank = [], 0, 0
         first: _Place | None = None
-        for path in MERGED_LINEARS[merged]:
+        for index, path in enumerate(MERGED_LINEARS[merged]):
             name = module_name(layer, path)
             out_features = self._shapes[path.split(".")[-1]][0]
             if name in self._places:
                 place = self._places[name]
                 first = first or place
-                parts.append(self._part(name, place, rank, column))
+                parts.append(self._part(index, name, place, rank, column))
                 rank += self.config.r
             column += out_features
         if first is None:
@@ -122,6 +124,9 @@ class AdapterState:
 
     def sums_of_squares(self) -> list[float]:
         """Σ grad² of each layer, in float64."""
+        if has_kernels(self.grad):
+            squares = kernels("squares")
+            return squares.range_sums(squares.block_sums(self.grad, BLOCK), self._layer_blocks).tolist()
         sums = []
         for start, stop in zip(self._layer_starts, self._layer_starts[1:], strict=False):
             blocks = self.grad[start:stop].view(-1, BLOCK).double().square().sum(1)
@@ -148,8 +153,9 @@ class AdapterState:
         b = flat[place.b_start : place.b_start + r * place.out_features].view(r, place.out_features)
         return a, b
 
-    def _part(self, name: str, place: _Place, rank: int, column: int) -> LoraPart:
+    def _part(self, index: int, name: str, place: _Place, rank: int, column: int) -> LoraPart:
         return LoraPart(
+            index=index,
             ranks=slice(rank, rank + self.config.r),
             columns=slice(column, column + place.out_features),
             b_RO=self._views(self.compute, place)[1],

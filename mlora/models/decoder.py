@@ -1,23 +1,39 @@
 """The frozen decoder of Llama-family models, cut into slices of consecutive layers. It knows nothing of stages.
 
-Letters: T packed rows, D model dim, O out features, V vocabulary, H query heads, K key/value heads, E head dim.
+Forward and backward are written out: the model is frozen, so backward needs dX only, and what is kept between them is
+chosen by hand. Norms and SwiGLU products are made again in backward.
+
+Letters: T packed rows, D model dim, O out features, C columns of q, k and v together, I intermediate size,
+V vocabulary, H query heads, E head dim.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch.utils.checkpoint import checkpoint as recomputed
 
 from mlora.models.spec import ModelSpec
 from mlora.models.weights import Checkpoint
-from mlora.ops.attention import causal_attention
-from mlora.ops.batch_lora import LinearBank, batch_lora
-from mlora.ops.elementwise import rms_norm, rotate, swiglu
-from mlora.types import MERGED_LINEARS, Microbatch, Segment
+from mlora.ops import batch_lora
+from mlora.ops.attention import attention, attention_backward
+from mlora.ops.batch_lora import LinearBank, LoraTerm
+from mlora.ops.elementwise import (
+    Heads,
+    add,
+    add_norm,
+    rms_norm,
+    rms_norm_backward,
+    rotate,
+    rotate_backward,
+    swiglu,
+    swiglu_backward,
+)
+from mlora.ops.routing import Routing, route
+from mlora.types import MERGED_LINEARS, Microbatch
 
 _TABLE_ROWS = 1024  # the rotary table grows in steps of this many positions
 
@@ -28,19 +44,32 @@ LayerBanks = Mapping[str, LinearBank]  # merged linear -> adapters' matrices
 class Packed:
     """How the rows of a microbatch are to be read; it travels with the microbatch and is never kept on a module."""
 
-    segments: tuple[Segment, ...]
-    lengths: list[int]
+    routing: Routing
     cos_TE: torch.Tensor
     sin_TE: torch.Tensor
 
 
-@dataclass(frozen=True)
-class _Linear:
-    weight_OD: torch.Tensor
-    bias_O: torch.Tensor | None
+@dataclass(frozen=True, kw_only=True)
+class _LayerKept:
+    """What a layer keeps for backward besides its input: 92 KiB a token in an 8B model, S and log-sum-exp apart."""
 
-    def __call__(self, x_TD: torch.Tensor, bank: LinearBank, packed: Packed) -> torch.Tensor:
-        return batch_lora(x_TD, self.weight_OD, self.bias_O, bank, packed.segments)
+    turned_TC: torch.Tensor
+    before_TC: torch.Tensor | None
+    attended: torch.Tensor
+    attention: Any
+    middle_TD: torch.Tensor
+    gate_up: torch.Tensor
+    terms: Mapping[str, LoraTerm]
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What a slice keeps for backward: each layer's input and, unless it is to be recomputed, the rest."""
+
+    packed: Packed
+    banks: Mapping[int, LayerBanks]
+    inputs: list[torch.Tensor]
+    layers: list[_LayerKept | None]
 
 
 class Decoder:
@@ -61,70 +90,123 @@ class Decoder:
             self.head_VD = self.embedding_VD if shared else checkpoint.head().to(device, dtype)
         self._rotary = _Rotary(spec, dtype, device)
 
-    def pack(self, microbatch: Microbatch) -> Packed:
+    def pack(self, microbatch: Microbatch, dropout: bool = True) -> Packed:
         """Positions restart with every sample; the padding sits at position 0."""
-        lengths = microbatch.sample_lengths()
-        positions = [torch.arange(n) for n in lengths] + [torch.zeros(microbatch.rows - sum(lengths), dtype=torch.long)]
-        cos_TE, sin_TE = self._rotary.at(torch.cat(positions), max(lengths, default=1))
-        return Packed(microbatch.segments, lengths, cos_TE, sin_TE)
+        routing = route(microbatch, self.device, dropout)
+        return Packed(routing, *self._rotary.at(routing.positions_T, routing.longest))
 
     def embed(self, input_ids_T: torch.Tensor) -> torch.Tensor:
         """Rows of the embedding, [T, D]."""
         return F.embedding(input_ids_T, self.embedding_VD)
 
-    def run(
-        self, x_TD: torch.Tensor, packed: Packed, banks: Mapping[int, LayerBanks], recompute: bool = False
-    ) -> torch.Tensor:
-        """All layers of the slice. With ``recompute`` only each layer's input is kept for backward."""
+    def infer(self, x_TD: torch.Tensor, packed: Packed, banks: Mapping[int, LayerBanks]) -> torch.Tensor:
+        """All layers of the slice, keeping nothing."""
         for index, layer in self._layers.items():
-            if recompute:
-                x_TD = recomputed(layer, x_TD, packed, banks[index], use_reentrant=False, preserve_rng_state=False)
-            else:
-                x_TD = layer(x_TD, packed, banks[index])
+            x_TD, _ = layer.forward(x_TD, packed, banks[index])
         return x_TD
+
+    def forward(
+        self, x_TD: torch.Tensor, packed: Packed, banks: Mapping[int, LayerBanks], recompute: bool = False
+    ) -> tuple[torch.Tensor, Kept]:
+        """All layers of the slice. With ``recompute`` only each layer's input is kept for backward."""
+        kept = Kept(packed, banks, [], [])
+        for index, layer in self._layers.items():
+            kept.inputs.append(x_TD)
+            x_TD, layer_kept = layer.forward(x_TD, packed, banks[index])
+            kept.layers.append(None if recompute else layer_kept)
+        return x_TD, kept
+
+    def backward(self, kept: Kept, dx_TD: torch.Tensor) -> torch.Tensor:
+        """dX of the slice's input, from that of its output. Adds to the adapters' gradients, uses ``kept`` up."""
+        for index, layer in reversed(self._layers.items()):
+            x_TD, layer_kept = kept.inputs.pop(), kept.layers.pop()
+            if layer_kept is None:
+                _, layer_kept = layer.forward(x_TD, kept.packed, kept.banks[index])
+            dx_TD = layer.backward(x_TD, layer_kept, kept.packed, dx_TD)
+        return dx_TD
 
     def norm(self, x_TD: torch.Tensor) -> torch.Tensor:
         """The final norm."""
         return rms_norm(x_TD, self.norm_D, self.spec.rms_norm_eps)
+
+    def norm_backward(self, x_TD: torch.Tensor, dnormed_TD: torch.Tensor) -> torch.Tensor:
+        """dX of the final norm's input."""
+        return rms_norm_backward(x_TD, self.norm_D, self.spec.rms_norm_eps, dnormed_TD)[0]
 
 
 class _Layer:
     def __init__(
         self, spec: ModelSpec, index: int, tensors: Mapping[str, torch.Tensor], dtype: torch.dtype, device: torch.device
     ) -> None:
-        self._spec, self._window = spec, spec.windows[index]
         moved = {name: tensor.to(dtype) for name, tensor in tensors.items()}
-        self._linears = {
-            merged: _Linear(
-                torch.cat([moved[f"{path}.weight"] for path in paths]).to(device),
-                torch.cat([moved[f"{path}.bias"] for path in paths]).to(device)
-                if f"{paths[0]}.bias" in moved
-                else None,
-            )
-            for merged, paths in MERGED_LINEARS.items()
+        self._weights = {m: _merged(moved, paths, "weight").to(device) for m, paths in MERGED_LINEARS.items()}
+        self._biases = {
+            m: _merged(moved, paths, "bias").to(device)
+            for m, paths in MERGED_LINEARS.items()
+            if f"{paths[0]}.bias" in moved
         }
-        self._norms = {name: tensor.to(device) for name, tensor in moved.items() if "norm" in name}
+        norms = {name.removesuffix(".weight"): x.to(device) for name, x in moved.items() if "norm" in name}
+        self._norm_1, self._norm_2 = norms["input_layernorm"], norms["post_attention_layernorm"]
+        self._eps, self._window = spec.rms_norm_eps, spec.windows[index]
+        self._heads = Heads(
+            query=spec.num_heads,
+            key_value=spec.num_kv_heads,
+            size=spec.head_dim,
+            q_norm=norms.get("self_attn.q_norm"),
+            k_norm=norms.get("self_attn.k_norm"),
+            eps=spec.rms_norm_eps,
+        )
 
-    def __call__(self, x_TD: torch.Tensor, packed: Packed, banks: LayerBanks) -> torch.Tensor:
-        x_TD = x_TD + self._attention(self._norm(x_TD, "input_layernorm"), packed, banks)
-        return x_TD + self._mlp(self._norm(x_TD, "post_attention_layernorm"), packed, banks)
+    def forward(self, x_TD: torch.Tensor, packed: Packed, banks: LayerBanks) -> tuple[torch.Tensor, _LayerKept]:
+        terms: dict[str, LoraTerm] = {}
 
-    def _attention(self, x_TD: torch.Tensor, packed: Packed, banks: LayerBanks) -> torch.Tensor:
-        spec, rows = self._spec, x_TD.shape[0]
-        qkv = self._linears["qkv"](x_TD, banks["qkv"], packed).view(rows, -1, spec.head_dim)
-        q_THE, k_TKE, v_TKE = qkv.split([spec.num_heads, spec.num_kv_heads, spec.num_kv_heads], dim=1)
-        if spec.qk_norm:
-            q_THE, k_TKE = self._norm(q_THE, "self_attn.q_norm"), self._norm(k_TKE, "self_attn.k_norm")
-        q_THE, k_TKE = (rotate(x, packed.cos_TE, packed.sin_TE) for x in (q_THE, k_TKE))
-        out_THE = causal_attention(q_THE, k_TKE, v_TKE, packed.lengths, self._window)
-        return self._linears["o"](out_THE.reshape(rows, -1), banks["o"], packed)
+        def linear(merged: str, x: torch.Tensor) -> torch.Tensor:
+            weight, bias = self._weights[merged], self._biases.get(merged)
+            y, terms[merged] = batch_lora.forward(x, weight, bias, banks[merged], packed.routing)
+            return y
 
-    def _mlp(self, x_TD: torch.Tensor, packed: Packed, banks: LayerBanks) -> torch.Tensor:
-        hidden = swiglu(self._linears["gate_up"](x_TD, banks["gate_up"], packed))
-        return self._linears["down"](hidden, banks["down"], packed)
+        qkv_TC = linear("qkv", rms_norm(x_TD, self._norm_1, self._eps))
+        turned_TC, before_TC = rotate(qkv_TC, terms["qkv"], packed.cos_TE, packed.sin_TE, self._heads)
+        attended, kept = attention(turned_TC, self._heads, packed.routing, self._window)
+        o_TD = linear("o", attended)
+        middle_TD, normed_TD = add_norm(x_TD, o_TD, terms["o"], self._norm_2, self._eps)
+        hidden, gate_up = swiglu(linear("gate_up", normed_TD), terms["gate_up"])
+        down_TD = linear("down", hidden)
+        return add(middle_TD, down_TD, terms["down"]), _LayerKept(
+            turned_TC=turned_TC,
+            before_TC=before_TC,
+            attended=attended,
+            attention=kept,
+            middle_TD=middle_TD,
+            gate_up=gate_up,
+            terms=terms,
+        )
 
-    def _norm(self, x: torch.Tensor, name: str) -> torch.Tensor:
-        return rms_norm(x, self._norms[f"{name}.weight"], self._spec.rms_norm_eps)
+    def backward(self, x_TD: torch.Tensor, kept: _LayerKept, packed: Packed, dx_TD: torch.Tensor) -> torch.Tensor:
+        def linear(merged: str, dy: torch.Tensor) -> tuple[torch.Tensor, LoraTerm]:
+            return batch_lora.backward(dy, self._weights[merged], kept.terms[merged])
+
+        dhidden, dterm = linear("down", dx_TD)
+        dgate_up, hidden = swiglu_backward(kept.gate_up, dhidden, dterm)
+        batch_lora.accumulate_a(hidden, dterm)
+        dnormed_TD, dterm = linear("gate_up", dgate_up)
+        dx_TD, normed_TD = rms_norm_backward(kept.middle_TD, self._norm_2, self._eps, dnormed_TD, dterm, dx_TD)
+        batch_lora.accumulate_a(normed_TD, dterm)
+        dattended, dterm = linear("o", dx_TD)
+        batch_lora.accumulate_a(kept.attended, dterm)
+        dattended = add(None, dattended, dterm)
+        dqkv_TC = attention_backward(
+            dattended, kept.attended, kept.attention, kept.turned_TC, self._heads, packed.routing, self._window
+        )
+        dqkv_TC = rotate_backward(dqkv_TC, kept.before_TC, packed.cos_TE, packed.sin_TE, self._heads)
+        dnormed_TD, dterm = linear("qkv", dqkv_TC)
+        dx_TD, normed_TD = rms_norm_backward(x_TD, self._norm_1, self._eps, dnormed_TD, dterm, dx_TD)
+        batch_lora.accumulate_a(normed_TD, dterm)
+        return dx_TD
+
+
+def _merged(tensors: Mapping[str, torch.Tensor], paths: tuple[str, ...], kind: str) -> torch.Tensor:
+    return torch.cat([tensors[f"{path}.{kind}"] for path in paths])
 
 
 class _Rotary:
@@ -138,7 +220,6 @@ class _Rotary:
     def at(self, positions_T: torch.Tensor, longest: int) -> tuple[torch.Tensor, torch.Tensor]:
         if longest > self._tables[0].shape[0]:
             self._tables = self._compute(-(-longest // _TABLE_ROWS) * _TABLE_ROWS)
-        positions_T = positions_T.to(self._device)
         return self._tables[0][positions_T], self._tables[1][positions_T]
 
     def _compute(self, rows: int) -> tuple[torch.Tensor, torch.Tensor]:

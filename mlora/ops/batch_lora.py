@@ -3,34 +3,46 @@
     y = x·Wᵀ + bias;   for each sample of each segment, with its adapter's A, B, s = scaling, drop = its own mask:
     y[rows] += (s · drop(x[rows])·Aᵀ)·B
 
+and backward, with S = s · drop(x)·Aᵀ kept from forward and dS = s · dy·Bᵀ:
+
+    dB += Sᵀ·dy;   dA += dSᵀ·drop(x);   dx = dy·W;   dx[rows] += drop(dS·A)
+
 Letters: T packed rows, N rows of one sample, D in features, O out features, R the LoRA ranks of one adapter summed over
 the modules of a merged linear (q, k and v share one x, so their A lie stacked in one ``a_RD``).
 
 The sample is the unit of arithmetic. Gradients are products over one sample's rows, added to the adapter's accumulator
 in the order in which the samples come, so they do not depend on how a step is cut into microbatches or on neighbours.
-Gradients are added to ``grad_a_RD`` and ``grad_b_RO`` as a side effect of backward: parameters are read when they are
-needed and never saved for autograd, which would refuse another adapter's step between this forward and its backward.
+Parameters are read when they are needed and never kept: another adapter may step between this forward and its backward.
+
+What is added to y or dx costs a pass over it. On a GPU that pass is left to the kernel that reads y or dx next (a norm,
+the rotation, SwiGLU), which takes the ``LoraTerm`` as an argument; on a CPU the term is added here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Literal
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 
-from mlora.ops.random import Key, keep_mask
-from mlora.types import SampleRef, Segment
+from mlora.ops.devices import has_kernels, kernels
+from mlora.ops.random import Key, dropout_key, dropout_threshold, keep_mask
+from mlora.ops.routing import Routing
+from mlora.types import SampleRef, Segment, padded
 
 _TILE = 16  # with fewer rows, or columns that are no multiple, a CPU's product may depend on the number of threads
+_LEAST_SLOTS = 64  # of the table that kernels read; it grows when a slot lies beyond
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoraPart:
-    """One module of a merged linear: its rows of the stacked A, its output columns, its B (stored [R, O])."""
+    """One module of a merged linear: its place among them, its rows of the stacked A, its output columns, its B
+    (stored [R, O])."""
 
+    index: int
     ranks: slice
     columns: slice
     b_RO: torch.Tensor
@@ -49,82 +61,162 @@ class LoraGroup:
     dropout: float
 
 
-LinearBank = Mapping[int, LoraGroup]  # slot -> matrices; a slot without targets in this linear is absent
+class LinearBank:
+    """All adapters' matrices in one merged linear of ``modules`` modules, by slot.
+
+    Attributes:
+        rank_cap: columns that one module's S takes in kernels.
+        aligned: whether every row of a matrix and every module's columns start at a multiple of 16, so that kernels may
+            load 16 bytes at a time.
+    """
+
+    def __init__(self, modules: int) -> None:
+        self.modules = modules
+        self.groups: dict[int, LoraGroup] = {}
+        self._changed()
+
+    def put(self, slot: int, group: LoraGroup) -> None:
+        self.groups[slot] = group
+        self._changed()
+
+    def remove(self, slot: int) -> None:
+        """Empties the slot; one without an adapter in this linear is left as it is."""
+        self.groups.pop(slot, None)
+        self._changed()
+
+    def table(self, device: torch.device) -> torch.Tensor:
+        """int64 [slots, modules, FIELDS] for kernels; its fields stand in mlora.ops.kernels.lora."""
+        if self._table is None:
+            slots = max([_LEAST_SLOTS, *(1 + slot for slot in self.groups)])
+            table = torch.zeros(slots, self.modules, 12, dtype=torch.int64)
+            for slot, group in self.groups.items():
+                for part in group.parts:
+                    table[slot, part.index] = torch.tensor(_entry(group, part))
+            self._table = table.to(device)
+        return self._table
+
+    def _changed(self) -> None:
+        self._table: torch.Tensor | None = None
+        parts = [part for group in self.groups.values() for part in group.parts]
+        self.rank_cap = _rank_cap(max((part.ranks.stop - part.ranks.start for part in parts), default=0))
+        places = [x for part in parts for x in (part.columns.start, part.columns.stop)]
+        widths = [group.a_RD.shape[1] for group in self.groups.values()]
+        self.aligned = all(place % 16 == 0 for place in (*places, *widths))
 
 
-def batch_lora(
-    x_TD: torch.Tensor,
-    weight_OD: torch.Tensor,
-    bias_O: torch.Tensor | None,
-    bank: LinearBank,
-    segments: tuple[Segment, ...],
-) -> torch.Tensor:
-    """The merged linear with all adapters' contributions, [T, O]. ``segments`` name slots, steps and rows."""
-    return _BatchLora.apply(x_TD, weight_OD, bias_O, bank, segments)
+@dataclass(frozen=True, kw_only=True)
+class LoraTerm:
+    """S or dS of a microbatch, and through which matrices it is added: S·B to y, dS·A to dx.
+
+    ``pending``: it is not yet added; whoever reads y or dx next must do it. Then ``products`` is [T, modules · rank_cap]
+    in one tensor, else a list by sample.
+    """
+
+    products: torch.Tensor | list[torch.Tensor]
+    bank: LinearBank
+    routing: Routing
+    through: Literal["A", "B"]
+    pending: bool
 
 
-def batch_lora_reference(
-    x_TD: torch.Tensor,
-    weight_OD: torch.Tensor,
-    bias_O: torch.Tensor | None,
-    bank: LinearBank,
-    segments: tuple[Segment, ...],
-) -> torch.Tensor:
-    """The formula and nothing else, differentiable by autograd in x, ``a_RD`` and ``b_RO``."""
+def forward(
+    x_TD: torch.Tensor, weight_OD: torch.Tensor, bias_O: torch.Tensor | None, bank: LinearBank, routing: Routing
+) -> tuple[torch.Tensor, LoraTerm]:
+    """The merged linear: y [T, O], and S, which is still to be added where it is pending."""
     y_TO = F.linear(x_TD, weight_OD, bias_O)
-    for group, segment, sample, rows in _samples(bank, segments):
+    if has_kernels(x_TD):
+        products = kernels("lora").shrink(x_TD, bank, routing, "A")
+        return y_TO, LoraTerm(products=products, bank=bank, routing=routing, through="B", pending=True)
+    shrunk = []
+    for group, segment, sample, rows in _samples(bank, routing):
+        s_NR = _shrink(x_TD[rows], group, segment, sample, routing.dropout)
+        for part in group.parts:
+            _add_product(y_TO[rows, part.columns], s_NR[:, part.ranks], part.b_RO)
+        shrunk.append(s_NR)
+    return y_TO, LoraTerm(products=shrunk, bank=bank, routing=routing, through="B", pending=False)
+
+
+def backward(dy_TO: torch.Tensor, weight_OD: torch.Tensor, forward_term: LoraTerm) -> tuple[torch.Tensor, LoraTerm]:
+    """dX [T, D], and dS, which is still to be added where it is pending. Adds to the gradients of B.
+
+    ``accumulate_a`` must follow, with the x of forward.
+    """
+    bank, routing, shrunk = forward_term.bank, forward_term.routing, forward_term.products
+    if has_kernels(dy_TO):
+        kernels("lora").accumulate(shrunk, dy_TO, bank, routing, "B")
+        products = kernels("lora").shrink(dy_TO, bank, routing, "B")
+        dx_TD = dy_TO @ weight_OD
+        return dx_TD, LoraTerm(products=products, bank=bank, routing=routing, through="A", pending=True)
+    dx_TD = dy_TO @ weight_OD
+    dshrunk = []
+    for (group, segment, sample, rows), s_NR in zip(_samples(bank, routing), shrunk, strict=True):
+        ds_NR = _backward_b(dy_TO[rows], s_NR, group)
+        _add_a(dx_TD[rows], ds_NR, group, segment, sample)
+        dshrunk.append(ds_NR)
+    return dx_TD, LoraTerm(products=dshrunk, bank=bank, routing=routing, through="A", pending=False)
+
+
+def accumulate_a(x_TD: torch.Tensor, backward_term: LoraTerm) -> None:
+    """Adds to the gradients of A; x is what forward got, or was made again to the bit."""
+    bank, routing, dshrunk = backward_term.bank, backward_term.routing, backward_term.products
+    if has_kernels(x_TD):
+        kernels("lora").accumulate(dshrunk, x_TD, bank, routing, "A")
+        return
+    for (group, segment, sample, rows), ds_NR in zip(_samples(bank, routing), dshrunk, strict=True):
+        if group.dropout == 0:
+            _accumulate(group.grad_a_RD, ds_NR, x_TD[rows])
+            continue
         for part in group.parts:
             dropped_ND = _drop(x_TD[rows], group, part, segment, sample)
-            update_NO = group.scaling * (dropped_ND @ group.a_RD[part.ranks].T) @ part.b_RO
-            full_TO = torch.zeros_like(y_TO)
-            full_TO[rows, part.columns] = update_NO
-            y_TO = y_TO + full_TO
-    return y_TO
+            _accumulate(group.grad_a_RD[part.ranks], ds_NR[:, part.ranks], dropped_ND)
 
 
-class _BatchLora(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x_TD: torch.Tensor,
-        weight_OD: torch.Tensor,
-        bias_O: torch.Tensor | None,
-        bank: LinearBank,
-        segments: tuple[Segment, ...],
-    ) -> torch.Tensor:
-        y_TO = F.linear(x_TD, weight_OD, bias_O)
-        ctx.shrunk = []
-        for group, segment, sample, rows in _samples(bank, segments):
-            s_NR = _shrink(x_TD[rows], group, segment, sample)
-            for part in group.parts:
-                _add_product(y_TO[rows, part.columns], s_NR[:, part.ranks], part.b_RO)
-            ctx.shrunk.append(s_NR)
-        ctx.save_for_backward(x_TD, weight_OD)
-        ctx.bank, ctx.segments = bank, segments
+def add_pending(y_TO: torch.Tensor, term: LoraTerm | None) -> torch.Tensor:
+    """y or dx with the term, where that is still to be added: the reference of what kernels do on their way."""
+    if term is None or not term.pending:
         return y_TO
+    assert isinstance(term.products, torch.Tensor)
+    out_TO = y_TO.clone()
+    cap = term.products.shape[1] // term.bank.modules  # of when it was made: an adapter may have joined since
+    for group, segment, sample, rows in _samples(term.bank, term.routing):
+        for part in group.parts:
+            r, first = part.ranks.stop - part.ranks.start, part.index * cap
+            s_NR = term.products[rows, first : first + r]
+            if term.through == "B":
+                out_TO[rows, part.columns] += s_NR @ part.b_RO
+            else:
+                update_ND = s_NR @ group.a_RD[part.ranks]
+                out_TO[rows] += _drop(update_ND, group, part, segment, sample) if term.routing.dropout else update_ND
+    return out_TO
 
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        x_TD, weight_OD = ctx.saved_tensors
-        dy_TO = grads[0].contiguous()
-        dx_TD = dy_TO @ weight_OD if ctx.needs_input_grad[0] else None
-        for (group, segment, sample, rows), s_NR in zip(_samples(ctx.bank, ctx.segments), ctx.shrunk, strict=True):
-            ds_NR = _backward_b(dy_TO[rows], s_NR, group)
-            _backward_a(x_TD[rows], ds_NR, group, segment, sample, None if dx_TD is None else dx_TD[rows])
-        return dx_TD, None, None, None, None
+
+def _rank_cap(rank: int) -> int:
+    """Few different ones, since kernels are compiled for each."""
+    return next((cap for cap in (16, 32, 64) if rank <= cap), padded(rank, 64))
 
 
-def _samples(bank: LinearBank, segments: tuple[Segment, ...]) -> Iterator[tuple[LoraGroup, Segment, SampleRef, slice]]:
-    for segment in segments:
-        group = bank.get(segment.slot)
+def _entry(group: LoraGroup, part: LoraPart) -> list[int]:
+    scaling, keep_scale = np.array([group.scaling, 1 / (1 - group.dropout)], dtype=np.float32).view(np.int32).tolist()
+    a_RD, grad_a_RD = group.a_RD[part.ranks], group.grad_a_RD[part.ranks]
+    pointers = [x.data_ptr() for x in (a_RD, part.b_RO, grad_a_RD, part.grad_b_RO)]
+    key = int(np.uint64(dropout_key(part.key)).astype(np.int64))
+    columns = part.columns
+    sizes = [columns.start, columns.stop - columns.start, a_RD.shape[1]]
+    return [*pointers, key, a_RD.shape[0], dropout_threshold(group.dropout), scaling, keep_scale, *sizes]
+
+
+def _samples(bank: LinearBank, routing: Routing) -> Iterator[tuple[LoraGroup, Segment, SampleRef, slice]]:
+    for segment, sample, rows in routing.sample_rows():
+        group = bank.groups.get(segment.slot)
         if group is not None:
-            for sample, first, last in segment.sample_rows():
-                yield group, segment, sample, slice(first, last)
+            yield group, segment, sample, rows
 
 
-def _shrink(x_ND: torch.Tensor, group: LoraGroup, segment: Segment, sample: SampleRef) -> torch.Tensor:
+def _shrink(
+    x_ND: torch.Tensor, group: LoraGroup, segment: Segment, sample: SampleRef, dropout: bool = True
+) -> torch.Tensor:
     """s · drop(x)·Aᵀ for all parts, [N, R]."""
-    if group.dropout == 0:
+    if group.dropout == 0 or not dropout:
         return _product(x_ND, group.a_RD.T).mul_(group.scaling)
     columns = [_product(_drop(x_ND, group, part, segment, sample), group.a_RD[part.ranks].T) for part in group.parts]
     return torch.cat(columns, dim=1).mul_(group.scaling)
@@ -139,32 +231,17 @@ def _backward_b(dy_NO: torch.Tensor, s_NR: torch.Tensor, group: LoraGroup) -> to
     return ds_NR.mul_(group.scaling)
 
 
-def _backward_a(
-    x_ND: torch.Tensor,
-    ds_NR: torch.Tensor,
-    group: LoraGroup,
-    segment: Segment,
-    sample: SampleRef,
-    dx_ND: torch.Tensor | None,
-) -> None:
-    """Adds to ``grad_a_RD`` and, where dX is wanted, to ``dx_ND``."""
+def _add_a(dx_ND: torch.Tensor, ds_NR: torch.Tensor, group: LoraGroup, segment: Segment, sample: SampleRef) -> None:
+    """dx += drop(ds·A), each part with its own mask."""
     if group.dropout == 0:
-        _accumulate(group.grad_a_RD, ds_NR, x_ND)
-        if dx_ND is not None:
-            _add_product(dx_ND, ds_NR, group.a_RD)
+        _add_product(dx_ND, ds_NR, group.a_RD)
         return
     for part in group.parts:
-        ds_part_NR = ds_NR[:, part.ranks]
-        dropped_ND = _drop(x_ND, group, part, segment, sample)
-        _accumulate(group.grad_a_RD[part.ranks], ds_part_NR, dropped_ND)
-        if dx_ND is not None:
-            dx_ND.add_(_drop(_product(ds_part_NR, group.a_RD[part.ranks]), group, part, segment, sample))
+        dx_ND.add_(_drop(_product(ds_NR[:, part.ranks], group.a_RD[part.ranks]), group, part, segment, sample))
 
 
 def _drop(x_ND: torch.Tensor, group: LoraGroup, part: LoraPart, segment: Segment, sample: SampleRef) -> torch.Tensor:
     """x with this sample's mask of this module, scaled by 1 / (1 - p); the same for forward, backward and recompute."""
-    if group.dropout == 0:
-        return x_ND
     keep_ND = keep_mask(part.key, segment.step, sample.ordinal, x_ND.shape[0], x_ND.shape[1], group.dropout)
     return torch.where(keep_ND.to(x_ND.device), x_ND / (1 - group.dropout), 0.0)
 

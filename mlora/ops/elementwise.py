@@ -1,64 +1,151 @@
-"""Norm, rotary embedding and SwiGLU with hand-written backward passes that keep little.
+"""Norm, rotary embedding and SwiGLU, forward and backward written out, each taking in what BatchLoRA left to be added.
 
-Letters: T packed rows, D model dim, H heads, E head dim, I intermediate size.
+Letters: T packed rows, D model dim, C columns of q, k and v together, H heads, E head dim, I intermediate size.
 
-Only operations whose bits do not depend on an element's place in memory are used. On a CPU that rules out sigmoid and
+On a CPU only operations are used whose bits do not depend on an element's place in memory. That rules out sigmoid and
 silu (their vector code and the scalar code for the last few elements differ); exp, division and rsqrt are safe.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 
+from mlora.ops.batch_lora import LoraTerm, add_pending
+from mlora.ops.devices import has_kernels, kernels
 
-def rms_norm(x_TD: torch.Tensor, weight_D: torch.Tensor, eps: float) -> torch.Tensor:
+
+@dataclass(frozen=True, kw_only=True)
+class Heads:
+    """How the columns of q, k and v are divided; ``q_norm`` and ``k_norm`` [E] where heads are normalised (Qwen3)."""
+
+    query: int
+    key_value: int
+    size: int
+    q_norm: torch.Tensor | None = None
+    k_norm: torch.Tensor | None = None
+    eps: float = 0.0
+
+    def split(self, qkv_TC: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Views of q, k and v, each [T, H, E]."""
+        return qkv_TC.view(len(qkv_TC), -1, self.size).split([self.query, self.key_value, self.key_value], dim=1)
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """x · rsqrt(mean(x²) + eps) · weight over the last dim, in at least float32 (Zhang & Sennrich, 2019)."""
-    return _RmsNorm.apply(x_TD, weight_D, eps)
+    if has_kernels(x):
+        return kernels("elementwise").rms_norm(x, weight, eps)
+    wide = _wide(x)
+    return weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype)
 
 
-def rotate(x_THE: torch.Tensor, cos_TE: torch.Tensor, sin_TE: torch.Tensor) -> torch.Tensor:
-    """Rotary embedding in the half-split form of transformers' Llama (Su et al., 2021)."""
-    return _Rotate.apply(x_THE, cos_TE, sin_TE)
+def add_norm(
+    x_TD: torch.Tensor, y_TD: torch.Tensor, term: LoraTerm, weight_D: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """x + y + term, and its norm."""
+    if has_kernels(x_TD):
+        return kernels("elementwise").add_norm(x_TD, y_TD, term, weight_D, eps)
+    sum_TD = add(x_TD, y_TD, term)
+    return sum_TD, rms_norm(sum_TD, weight_D, eps)
 
 
-def swiglu(gate_up: torch.Tensor) -> torch.Tensor:
-    """silu(gate) · up for ``gate_up`` [T, 2·I], gives [T, I] (Shazeer, 2020)."""
-    return _SwiGlu.apply(gate_up)
+def add(x_TD: torch.Tensor | None, y_TD: torch.Tensor, term: LoraTerm) -> torch.Tensor:
+    """x + y + term; without x, y + term. May write over y."""
+    if has_kernels(y_TD):
+        return kernels("elementwise").add(x_TD, y_TD, term)
+    y_TD = add_pending(y_TD, term)
+    return y_TD if x_TD is None else x_TD + y_TD
 
 
-def _wide(x: torch.Tensor) -> torch.Tensor:
-    return x.to(torch.promote_types(x.dtype, torch.float32))
+def rms_norm_backward(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    dnormed: torch.Tensor,
+    term: LoraTerm | None = None,
+    residual: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """From the gradient ``dnormed`` + term of the norm: residual + dx, and the norm itself, made again.
+
+    With g = dnormed · weight and r = rsqrt(mean(x²) + eps): dx = r·g - x · r³ · mean(g·x). May write over ``dnormed``.
+    """
+    if has_kernels(x):
+        return kernels("elementwise").rms_norm_backward(x, weight, eps, dnormed, term, residual)
+    wide, dwide = _wide(x), _wide(add_pending(dnormed, term) * weight)
+    scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    normed = weight * (wide * scale).to(x.dtype)
+    mean = (dwide * wide).mean(-1, keepdim=True)
+    dx = dwide.mul_(scale).sub_(wide * (mean * scale * scale * scale)).to(x.dtype)
+    return dx if residual is None else residual + dx, normed
 
 
-class _RmsNorm(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        wide = _wide(x)
-        scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-        ctx.save_for_backward(x, weight, scale)
-        return weight * (wide * scale).to(x.dtype)
+def rotate(
+    qkv_TC: torch.Tensor, term: LoraTerm, cos_TE: torch.Tensor, sin_TE: torch.Tensor, heads: Heads
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """q and k with the rotary embedding in the half-split form of transformers' Llama (Su et al., 2021), v as it is.
 
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        x, weight, scale = ctx.saved_tensors
-        wide, dnormed = _wide(x), _wide(grads[0] * weight)
-        mean = (dnormed * wide).mean(-1, keepdim=True)
-        dx = dnormed.mul_(scale).sub_(wide * (mean * scale * scale * scale))
-        return dx.to(x.dtype), None, None
+    May write over ``qkv_TC``. Returns, where heads are normalised before, also what they were then.
+    """
+    if has_kernels(qkv_TC):
+        return kernels("elementwise").rotate(qkv_TC, term, cos_TE, sin_TE, heads)
+    qkv_TC = add_pending(qkv_TC, term)
+    q_THE, k_TKE, v_TKE = heads.split(qkv_TC)
+    normed_q = q_THE if heads.q_norm is None else rms_norm(q_THE, heads.q_norm, heads.eps)
+    normed_k = k_TKE if heads.k_norm is None else rms_norm(k_TKE, heads.k_norm, heads.eps)
+    turned = [_turn(x, cos_TE, sin_TE) for x in (normed_q, normed_k)]
+    return torch.cat([*turned, v_TKE], dim=1).view_as(qkv_TC), qkv_TC if heads.q_norm is not None else None
 
 
-class _Rotate(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x_THE: torch.Tensor, cos_TE: torch.Tensor, sin_TE: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(cos_TE, sin_TE)
-        return _turn(x_THE, cos_TE, sin_TE)
+def rotate_backward(
+    dqkv_TC: torch.Tensor, before_TC: torch.Tensor | None, cos_TE: torch.Tensor, sin_TE: torch.Tensor, heads: Heads
+) -> torch.Tensor:
+    """The gradient before rotation and norm of heads. May write over ``dqkv_TC``."""
+    if has_kernels(dqkv_TC):
+        return kernels("elementwise").rotate_backward(dqkv_TC, before_TC, cos_TE, sin_TE, heads)
+    dq_THE, dk_TKE, dv_TKE = heads.split(dqkv_TC)
+    dq_THE, dk_TKE = (_turn(x, cos_TE, -sin_TE) for x in (dq_THE, dk_TKE))
+    if before_TC is not None:
+        assert heads.q_norm is not None and heads.k_norm is not None
+        q_THE, k_TKE, _ = heads.split(before_TC)
+        dq_THE, _ = rms_norm_backward(q_THE, heads.q_norm, heads.eps, dq_THE)
+        dk_TKE, _ = rms_norm_backward(k_TKE, heads.k_norm, heads.eps, dk_TKE)
+    return torch.cat([dq_THE, dk_TKE, dv_TKE], dim=1).view_as(dqkv_TC)
 
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        cos_TE, sin_TE = ctx.saved_tensors
-        return _turn(grads[0], cos_TE, -sin_TE), None, None
+
+def swiglu(gate_up: torch.Tensor, term: LoraTerm) -> tuple[torch.Tensor, torch.Tensor]:
+    """silu(gate) · up [T, I] of ``gate_up`` + term [T, 2·I] (Shazeer, 2020), and that sum, for backward.
+
+    May write over ``gate_up``.
+    """
+    if has_kernels(gate_up):
+        return kernels("elementwise").swiglu(gate_up, term)
+    gate_up = add_pending(gate_up, term)
+    return _swiglu(gate_up), gate_up
+
+
+def swiglu_backward(
+    gate_up: torch.Tensor, dhidden: torch.Tensor, dterm: LoraTerm
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """From the gradient ``dhidden`` + dterm: that of gate_up, and silu(gate)·up made again. May write over both."""
+    if has_kernels(gate_up):
+        return kernels("elementwise").swiglu_backward(gate_up, dhidden, dterm)
+    dhidden = add_pending(dhidden, dterm)
+    gate, up = gate_up.chunk(2, dim=-1)
+    wide, dout = _wide(gate), _wide(dhidden)
+    sigmoid = _sigmoid(wide)
+    silu = wide * sigmoid
+    dgate_up = torch.empty_like(gate_up)
+    dgate, dup = dgate_up.chunk(2, dim=-1)
+    dup.copy_(dout * silu)
+    dgate.copy_(dout * up * sigmoid * (1 + wide - silu))
+    return dgate_up, _swiglu(gate_up)
+
+
+def _swiglu(gate_up: torch.Tensor) -> torch.Tensor:
+    gate, up = gate_up.chunk(2, dim=-1)
+    wide = _wide(gate)
+    return (wide * _sigmoid(wide)).to(gate.dtype) * up
 
 
 def _turn(x_THE: torch.Tensor, cos_TE: torch.Tensor, sin_TE: torch.Tensor) -> torch.Tensor:
@@ -68,27 +155,9 @@ def _turn(x_THE: torch.Tensor, cos_TE: torch.Tensor, sin_TE: torch.Tensor) -> to
     return (x_THE * cos_TE[:, None]).add_(swapped.mul_(sin_TE[:, None]))
 
 
-class _SwiGlu(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, gate_up: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(gate_up)
-        gate, up = gate_up.chunk(2, dim=-1)
-        wide = _wide(gate)
-        return (wide * _sigmoid(wide)).to(gate.dtype) * up
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        (gate_up,) = ctx.saved_tensors
-        gate, up = gate_up.chunk(2, dim=-1)
-        wide, dout = _wide(gate), _wide(grads[0])
-        sigmoid = _sigmoid(wide)
-        silu = wide * sigmoid
-        dgate_up = torch.empty_like(gate_up)
-        dgate, dup = dgate_up.chunk(2, dim=-1)
-        dup.copy_(dout * silu)
-        dgate.copy_(dout * up * sigmoid * (1 + wide - silu))
-        return dgate_up
-
-
 def _sigmoid(x: torch.Tensor) -> torch.Tensor:
     return 1 / (1 + torch.exp(-x))
+
+
+def _wide(x: torch.Tensor) -> torch.Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))

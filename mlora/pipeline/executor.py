@@ -22,6 +22,7 @@ from typing import Literal, Protocol
 
 import torch
 
+from mlora.ops.devices import sent
 from mlora.pipeline.schedule import Action, Position, StageRow, StepRef, Timed, drain
 from mlora.pipeline.stage import Batch, Stage
 from mlora.pipeline.transport.base import Direction, Pending, Spec, Transport, TransportError
@@ -278,7 +279,7 @@ class Executor:
     def _batch(self, action: Action) -> Batch:
         assert action.microbatch is not None
         input_ids_T, targets_T = self._inputs.pop(action.microbatch.index)
-        return Batch(action.microbatch, input_ids_T.to(self._stage.model.device), targets_T)
+        return Batch(action.microbatch, sent(input_ids_T, self._stage.model.device), targets_T)
 
 
 def _place(action: Action) -> int:

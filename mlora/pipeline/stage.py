@@ -9,19 +9,21 @@ Letters: T packed rows, N rows with a target, D model dim, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 
 from mlora.adapters.optimizer import Optimizer
 from mlora.adapters.state import AdapterState
-from mlora.ops.batch_lora import LoraGroup
+from mlora.ops.batch_lora import LinearBank
 from mlora.ops.cross_entropy import CHUNK_ROWS, linear_cross_entropy
+from mlora.ops.devices import sent
 from mlora.ops.exact import exact_sum
+from mlora.ops.routing import NOBODY
 from mlora.types import IGNORE, MERGED_LINEARS, ROW_MULTIPLE, Microbatch, StepDecision, padded
 
-Banks = dict[int, dict[str, dict[int, LoraGroup]]]  # layer -> merged linear -> slot -> matrices
+Banks = Mapping[int, Mapping[str, LinearBank]]  # layer -> merged linear -> matrices by slot
 
 
 class SliceModel(Protocol):
@@ -35,10 +37,13 @@ class SliceModel(Protocol):
     dtype: torch.dtype
     device: torch.device
 
-    def pack(self, microbatch: Microbatch) -> Any: ...
+    def pack(self, microbatch: Microbatch, dropout: bool = True) -> Any: ...
     def embed(self, input_ids_T: torch.Tensor) -> torch.Tensor: ...
-    def run(self, x_TD: torch.Tensor, packed: Any, banks: Mapping[int, Any], recompute: bool) -> torch.Tensor: ...
+    def infer(self, x_TD: torch.Tensor, packed: Any, banks: Banks) -> torch.Tensor: ...
+    def forward(self, x_TD: torch.Tensor, packed: Any, banks: Banks, recompute: bool) -> tuple[torch.Tensor, Any]: ...
+    def backward(self, kept: Any, dx_TD: torch.Tensor) -> torch.Tensor: ...
     def norm(self, x_TD: torch.Tensor) -> torch.Tensor: ...
+    def norm_backward(self, x_TD: torch.Tensor, dnormed_TD: torch.Tensor) -> torch.Tensor: ...
 
 
 @dataclass(frozen=True)
@@ -60,11 +65,10 @@ class StepSums:
 
 @dataclass(frozen=True)
 class _Flight:
-    """Kept between F and B: the leaf that entered, what left, and on the last stage the gradient of what left."""
+    """Kept between F and B: what the model keeps, and on the last stage the gradient of what left its layers."""
 
-    x_TD: torch.Tensor
-    out: torch.Tensor
-    dout: torch.Tensor | None
+    kept: Any
+    dout_TD: torch.Tensor | None
 
 
 class Stage:
@@ -73,8 +77,9 @@ class Stage:
     def __init__(self, model: SliceModel, recompute: bool = False) -> None:
         self.model = model
         self._recompute = recompute
-        self._banks = _empty_banks(model.layers)
-        self._without_dropout = _empty_banks(model.layers)
+        self._banks: Banks = {
+            layer: {merged: LinearBank(len(paths)) for merged, paths in MERGED_LINEARS.items()} for layer in model.layers
+        }
         self._optimizers: dict[int, Optimizer] = {}
         self._states: dict[int, AdapterState] = {}
         self._losses: dict[int, list[torch.Tensor]] = {}
@@ -88,46 +93,41 @@ class Stage:
             for merged, bank in banks.items():
                 group = state.group(layer, merged)
                 if group is not None:
-                    bank[slot] = group
-                    self._without_dropout[layer][merged][slot] = replace(group, dropout=0.0)
+                    bank.put(slot, group)
 
     def leave(self, slot: int) -> None:
         """Free the slot. The adapter must have no microbatch in flight."""
         del self._states[slot], self._optimizers[slot], self._losses[slot]
-        for banks in (*self._banks.values(), *self._without_dropout.values()):
+        for banks in self._banks.values():
             for bank in banks.values():
-                bank.pop(slot, None)
+                bank.remove(slot)
 
+    @torch.no_grad()
     def forward(self, batch: Batch, x_TD: torch.Tensor | None = None) -> torch.Tensor | None:
         """F: the rows that go to the next stage; None on the last, which forms loss and its gradient at once."""
-        microbatch = batch.microbatch
-        x_TD = self.model.embed(batch.input_ids_T) if x_TD is None else x_TD
-        x_TD = x_TD.detach().requires_grad_()
-        with torch.enable_grad():
-            out = self.model.run(x_TD, self.model.pack(microbatch), self._banks, self._recompute)
-            if not self.model.is_last:
-                self._flights[microbatch.index] = _Flight(x_TD, out, None)
-                return out.detach()
-            rows_N, labels_N, weights_N = _targets(batch)
-            out = self.model.norm(out)[rows_N]
-        nll_N, dout = linear_cross_entropy(out.detach(), self.model.head_VD, labels_N, weights_N)
-        self._keep_losses(batch, nll_N)
-        self._flights[microbatch.index] = _Flight(x_TD, out, dout)
-        return None
+        model, microbatch = self.model, batch.microbatch
+        targets = _targets(batch) if model.is_last else None
+        x_TD = model.embed(batch.input_ids_T) if x_TD is None else x_TD
+        out_TD, kept = model.forward(x_TD, model.pack(microbatch), self._banks, self._recompute)
+        dout_TD = self._loss(batch, out_TD, *targets) if targets else None
+        self._flights[microbatch.index] = _Flight(kept, dout_TD)
+        return None if model.is_last else out_TD
 
+    @torch.no_grad()
     def backward(self, index: int, dout_TD: torch.Tensor | None = None) -> torch.Tensor:
         """B of microbatch ``index``: adds to the adapters' gradients, returns dX for the stage before."""
         flight = self._flights.pop(index)
-        torch.autograd.backward(flight.out, flight.dout if dout_TD is None else dout_TD)
-        assert flight.x_TD.grad is not None
-        return flight.x_TD.grad
+        dout_TD = flight.dout_TD if dout_TD is None else dout_TD
+        assert dout_TD is not None
+        return self.model.backward(flight.kept, dout_TD)
 
     @torch.no_grad()
     def evaluate(self, batch: Batch, x_TD: torch.Tensor | None = None) -> torch.Tensor:
         """E: forward only, without dropout; on the last stage the logits [T, V], else the rows for the next stage."""
-        x_TD = self.model.embed(batch.input_ids_T) if x_TD is None else x_TD
-        out = self.model.run(x_TD, self.model.pack(batch.microbatch), self._without_dropout, recompute=False)
-        return self.model.norm(out) @ self.model.head_VD.T if self.model.is_last else out
+        model = self.model
+        x_TD = model.embed(batch.input_ids_T) if x_TD is None else x_TD
+        out = model.infer(x_TD, model.pack(batch.microbatch, dropout=False), self._banks)
+        return model.norm(out) @ model.head_VD.T if model.is_last else out
 
     def forget(self, index: int) -> None:
         """Drop what is kept of microbatch ``index``, which could not be computed here or on another stage."""
@@ -151,16 +151,25 @@ class Stage:
         else:
             self._optimizers[slot].step(decision.learning_rate, decision.coefficient)
 
+    def _loss(
+        self, batch: Batch, out_TD: torch.Tensor, rows_N: torch.Tensor, labels_N: torch.Tensor, weights_N: torch.Tensor
+    ) -> torch.Tensor:
+        """Keeps the losses of the rows with a target; returns the gradient of ``out_TD``, zero in all other rows."""
+        out_ND = out_TD[rows_N]
+        nll_N, dnormed_ND = linear_cross_entropy(self.model.norm(out_ND), self.model.head_VD, labels_N, weights_N)
+        assert dnormed_ND is not None
+        dout_ND = self.model.norm_backward(out_ND, dnormed_ND)
+        self._keep_losses(batch, nll_N)
+        count = int((batch.targets_T != IGNORE).sum())
+        return torch.zeros_like(out_TD).index_copy_(0, rows_N[:count], dout_ND[:count])
+
     def _keep_losses(self, batch: Batch, nll_N: torch.Tensor) -> None:
         start = 0
         for segment in batch.microbatch.segments:
             count = int((batch.targets_T[segment.start : segment.stop] != IGNORE).sum())
-            self._losses[segment.slot].append(nll_N[start : start + count])
+            if segment.slot != NOBODY:
+                self._losses[segment.slot].append(nll_N[start : start + count])
             start += count
-
-
-def _empty_banks(layers: range) -> Banks:
-    return {layer: {merged: {} for merged in MERGED_LINEARS} for layer in layers}
 
 
 def _targets(batch: Batch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -174,4 +183,4 @@ def _targets(batch: Batch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     weights_N = torch.nn.functional.pad(weights_T[rows_N], (0, extra))
     rows_N = torch.nn.functional.pad(rows_N, (0, extra))
     labels_N = batch.targets_T[rows_N].clamp(min=0)
-    return rows_N.to(device), labels_N.to(device), weights_N.to(device)
+    return sent(rows_N, device), sent(labels_N, device), sent(weights_N, device)

@@ -1,0 +1,23 @@
+"""Where Triton kernels stand in for the plain PyTorch form of an operator: on CUDA, except in float64."""
+
+from __future__ import annotations
+
+import importlib
+from types import ModuleType
+
+import torch
+
+
+def has_kernels(x: torch.Tensor) -> bool:
+    """Whether operators on x run kernels."""
+    return x.is_cuda and x.dtype != torch.float64
+
+
+def kernels(name: str) -> ModuleType:
+    """A module of mlora.ops.kernels, imported where it is first needed: a machine without a GPU needs no Triton."""
+    return importlib.import_module(f"mlora.ops.kernels.{name}")
+
+
+def sent(x: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """x on the device, without waiting for what the device has still to do."""
+    return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x.to(device)

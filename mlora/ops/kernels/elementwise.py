@@ -1,0 +1,335 @@
+"""Norm, rotation and SwiGLU in one pass each, with what BatchLoRA left to be added; formulas in mlora.ops.elementwise.
+
+Letters: T packed rows, N rows of one tile, D model dim, K columns of one tile, C columns of q, k and v, E half a head.
+
+Sums over a row run in a fixed order over tiles of fixed size, so a row's bits depend on nothing else. Where a kernel reads
+what it has written, or writes over what it has read, a barrier stands between.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from mlora.ops.batch_lora import LoraTerm
+from mlora.ops.elementwise import Heads
+from mlora.ops.kernels import FUSED
+from mlora.ops.kernels.lora import arguments, cap_of, dx_term_tile, expand, term_tile, tile_of
+from mlora.ops.routing import ROW_TILE
+
+_ADD = {"column_tile": 64, "num_warps": 4} | FUSED
+_ROTATE = {"num_warps": 4} | FUSED
+_SWIGLU = {"column_tile": 64, "num_warps": 8} | FUSED
+_SWIGLU_BACKWARD = {"column_tile": 64, "num_warps": 8} | FUSED
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    normed = torch.empty_like(x)
+    rows = x.numel() // x.shape[-1]
+    _norm_kernel[(rows,)](x, weight, normed, x.shape[-1], eps, **_row(x.shape[-1]))
+    return normed
+
+
+def add_norm(
+    x_TD: torch.Tensor, y_TD: torch.Tensor, term: LoraTerm, weight_D: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    sum_TD = add(x_TD, y_TD, term)
+    return sum_TD, rms_norm(sum_TD, weight_D, eps)
+
+
+def add(x_TD: torch.Tensor | None, y_TD: torch.Tensor, term: LoraTerm) -> torch.Tensor:
+    if x_TD is None:
+        expand(y_TD, term)
+        return y_TD
+    routing, width = term.routing, x_TD.shape[1]
+    _add_kernel[(triton.cdiv(width, _ADD["column_tile"]), len(routing.row_tiles))](
+        x_TD, y_TD, *arguments(term), routing.row_tiles, width,
+        cap=cap_of(term), adapted=routing.adapted, aligned=term.bank.aligned, row_tile=ROW_TILE, **_ADD,
+    )  # fmt: skip
+    return y_TD
+
+
+def rms_norm_backward(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    dnormed: torch.Tensor,
+    term: LoraTerm | None,
+    residual: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    if term is not None:
+        expand(dnormed, term)
+    dx, normed = torch.empty_like(x), torch.empty_like(x)
+    rows = x.numel() // x.shape[-1]
+    _norm_backward_kernel[(rows,)](
+        x, weight, dnormed, residual, dx, normed, x.shape[-1], eps,
+        has_residual=residual is not None, **_row(x.shape[-1]),
+    )  # fmt: skip
+    return dx, normed
+
+
+def rotate(
+    qkv_TC: torch.Tensor, term: LoraTerm, cos_TE: torch.Tensor, sin_TE: torch.Tensor, heads: Heads
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    has_norm = heads.q_norm is not None
+    out_TC, routing = torch.empty_like(qkv_TC) if has_norm else qkv_TC, term.routing
+    turned = heads.query + heads.key_value
+    # v needs a pass only where something is added to it or copied
+    count = turned + heads.key_value if has_norm or routing.adapted else turned
+    _rotate_kernel[(count, len(routing.row_tiles))](
+        qkv_TC, out_TC, cos_TE, sin_TE, heads.q_norm, heads.k_norm, *arguments(term), routing.row_tiles, heads.eps, heads.query, heads.key_value,
+        has_norm=has_norm, cap=cap_of(term), adapted=routing.adapted, aligned=term.bank.aligned and heads.size % 32 == 0, size=heads.size,
+        half=triton.next_power_of_2(heads.size // 2), row_tile=ROW_TILE, **_ROTATE,
+    )  # fmt: skip
+    return out_TC, qkv_TC if has_norm else None
+
+
+def rotate_backward(
+    dqkv_TC: torch.Tensor, before_TC: torch.Tensor | None, cos_TE: torch.Tensor, sin_TE: torch.Tensor, heads: Heads
+) -> torch.Tensor:
+    rows = dqkv_TC.shape[0]
+    _rotate_backward_kernel[(heads.query + heads.key_value, triton.cdiv(rows, ROW_TILE))](
+        dqkv_TC, before_TC, cos_TE, sin_TE, heads.q_norm, heads.k_norm, rows, heads.eps, heads.query, heads.key_value,
+        has_norm=before_TC is not None, size=heads.size, half=triton.next_power_of_2(heads.size // 2),
+        row_tile=ROW_TILE, **_ROTATE,
+    )  # fmt: skip
+    return dqkv_TC
+
+
+def swiglu(gate_up: torch.Tensor, term: LoraTerm) -> tuple[torch.Tensor, torch.Tensor]:
+    width, routing = gate_up.shape[1] // 2, term.routing
+    hidden = torch.empty(gate_up.shape[0], width, dtype=gate_up.dtype, device=gate_up.device)
+    _swiglu_kernel[(triton.cdiv(width, _SWIGLU["column_tile"]), len(routing.row_tiles))](
+        gate_up, hidden, *arguments(term), routing.row_tiles, width,
+        cap=cap_of(term), adapted=routing.adapted, aligned=term.bank.aligned, row_tile=ROW_TILE, **_SWIGLU,
+    )  # fmt: skip
+    return hidden, gate_up
+
+
+def swiglu_backward(
+    gate_up: torch.Tensor, dhidden: torch.Tensor, dterm: LoraTerm
+) -> tuple[torch.Tensor, torch.Tensor]:
+    width, routing = gate_up.shape[1] // 2, dterm.routing
+    _swiglu_backward_kernel[(triton.cdiv(width, _SWIGLU_BACKWARD["column_tile"]), len(routing.row_tiles))](
+        gate_up, dhidden, *arguments(dterm), routing.row_tiles, width,
+        cap=cap_of(dterm), adapted=routing.adapted, dropout=routing.dropout, aligned=dterm.bank.aligned,
+        row_tile=ROW_TILE, **_SWIGLU_BACKWARD,
+    )  # fmt: skip
+    return gate_up, dhidden
+
+
+def _row(width: int) -> dict[str, int]:
+    """A program holds a whole row; 16 elements a thread."""
+    tile = triton.next_power_of_2(width)
+    return {"tile": tile, "num_warps": min(16, max(1, tile // 512))} | FUSED
+
+
+@triton.jit
+def _norm_kernel(x, weight, normed, width, eps, tile: tl.constexpr):
+    start = tl.program_id(0).to(tl.int64) * width
+    k_K = tl.arange(0, tile)
+    x_K = tl.load(x + start + k_K, mask=k_K < width, other=0.0).to(tl.float32)
+    weight_K = tl.load(weight + k_K, mask=k_K < width, other=0.0)
+    wide_K = (x_K * tl.rsqrt(tl.sum(x_K * x_K, 0) / width + eps)).to(normed.dtype.element_ty)
+    tl.store(normed + start + k_K, (wide_K * weight_K).to(normed.dtype.element_ty), mask=k_K < width)
+
+
+@triton.jit
+def _norm_backward_kernel(
+    x, weight, dnormed, residual, dx, normed, width, eps, has_residual: tl.constexpr, tile: tl.constexpr
+):
+    start = tl.program_id(0).to(tl.int64) * width
+    k_K = tl.arange(0, tile)
+    x_K = tl.load(x + start + k_K, mask=k_K < width, other=0.0).to(tl.float32)
+    d_K = tl.load(dnormed + start + k_K, mask=k_K < width, other=0.0).to(tl.float32)
+    weight_K = tl.load(weight + k_K, mask=k_K < width, other=0.0)
+    d_K *= weight_K.to(tl.float32)
+    scale = tl.rsqrt(tl.sum(x_K * x_K, 0) / width + eps)
+    mean = tl.sum(d_K * x_K, 0) / width * scale * scale * scale
+    dx_K = d_K * scale - x_K * mean
+    if has_residual:
+        dx_K += tl.load(residual + start + k_K, mask=k_K < width, other=0.0).to(tl.float32)
+    tl.store(dx + start + k_K, dx_K.to(dx.dtype.element_ty), mask=k_K < width)
+    wide_K = (x_K * scale).to(normed.dtype.element_ty)
+    tl.store(normed + start + k_K, (wide_K * weight_K).to(normed.dtype.element_ty), mask=k_K < width)
+
+
+@triton.jit
+def _add_kernel(
+    x, y, s, table, tiles, width,
+    cap: tl.constexpr, adapted: tl.constexpr, aligned: tl.constexpr, row_tile: tl.constexpr, column_tile: tl.constexpr,
+):
+    """y = x + y + S·B."""
+    slot, first, left, offset, ordinal, step = tile_of(tiles, tl.program_id(1))
+    if left <= 0:
+        return
+    row_N = first + tl.arange(0, row_tile)
+    valid_N = tl.arange(0, row_tile) < left
+    k_K = tl.program_id(0) * column_tile + tl.arange(0, column_tile)
+    place_NK = row_N[:, None].to(tl.int64) * width + k_K[None, :]
+    valid_NK = valid_N[:, None] & (k_K < width)[None, :]
+    sum_NK = tl.load(x + place_NK, mask=valid_NK, other=0.0).to(tl.float32)
+    sum_NK += tl.load(y + place_NK, mask=valid_NK, other=0.0).to(tl.float32)
+    if adapted:
+        sum_NK += term_tile(s, table, slot, 0, row_N, valid_N, k_K, width, 1, 1, cap, aligned).to(tl.float32)
+    tl.debug_barrier()
+    tl.store(y + place_NK, sum_NK.to(y.dtype.element_ty), mask=valid_NK)
+
+
+@triton.jit
+def _rotate_kernel(
+    qkv, out, cos, sin, q_norm, k_norm, s, table, tiles, eps, query_heads, kv_heads,
+    has_norm: tl.constexpr, cap: tl.constexpr, adapted: tl.constexpr, aligned: tl.constexpr, size: tl.constexpr, half: tl.constexpr,
+    row_tile: tl.constexpr,
+):
+    """One head of one tile: + S·B, the head's norm, the rotation."""
+    slot, first, left, offset, ordinal, step = tile_of(tiles, tl.program_id(1))
+    if left <= 0:
+        return
+    head = tl.program_id(0)
+    columns = (query_heads + 2 * kv_heads) * size
+    row_N = first + tl.arange(0, row_tile)
+    valid_N = tl.arange(0, row_tile) < left
+    e_E = tl.arange(0, half)
+    inside_E = e_E < size // 2
+    valid_NE = valid_N[:, None] & inside_E[None, :]
+    place = row_N[:, None].to(tl.int64) * columns + head * size + e_E[None, :]
+    first_NE = tl.load(qkv + place, mask=valid_NE, other=0.0).to(tl.float32)
+    second_NE = tl.load(qkv + place + size // 2, mask=valid_NE, other=0.0).to(tl.float32)
+    module = tl.where(head < query_heads, 0, tl.where(head < query_heads + kv_heads, 1, 2))
+    if adapted:
+        begin = tl.where(module == 0, 0, query_heads + (module - 1) * kv_heads) * size
+        width = tl.where(module == 0, query_heads, kv_heads) * size
+        column_E = head * size - begin + e_E
+        if half * 2 != size:
+            column_E = tl.where(inside_E, column_E, width)  # outside: masked
+        tile_NE = term_tile(s, table, slot, module, row_N, valid_N, column_E, width, 1, 3, cap, aligned)
+        first_NE += tile_NE.to(tl.float32)
+        column_E += size // 2
+        tile_NE = term_tile(s, table, slot, module, row_N, valid_N, column_E, width, 1, 3, cap, aligned)
+        second_NE += tile_NE.to(tl.float32)
+    tl.debug_barrier()
+    if has_norm:
+        tl.store(qkv + place, first_NE.to(qkv.dtype.element_ty), mask=valid_NE)
+        tl.store(qkv + place + size // 2, second_NE.to(qkv.dtype.element_ty), mask=valid_NE)
+    if module < 2:
+        if has_norm:
+            weight = q_norm if module == 0 else k_norm
+            first_NE = first_NE.to(qkv.dtype.element_ty).to(tl.float32)
+            second_NE = second_NE.to(qkv.dtype.element_ty).to(tl.float32)
+            mean_N = (tl.sum(first_NE * first_NE, 1) + tl.sum(second_NE * second_NE, 1)) / size
+            scale_N = tl.rsqrt(mean_N + eps)
+            weight_E = tl.load(weight + e_E, mask=inside_E, other=0.0).to(tl.float32)
+            first_NE = first_NE * scale_N[:, None] * weight_E[None, :]
+            weight_E = tl.load(weight + size // 2 + e_E, mask=inside_E, other=0.0).to(tl.float32)
+            second_NE = second_NE * scale_N[:, None] * weight_E[None, :]
+        angle = row_N[:, None] * size + e_E[None, :]
+        cos_NE = tl.load(cos + angle, mask=valid_NE, other=0.0).to(tl.float32)
+        sin_NE = tl.load(sin + angle, mask=valid_NE, other=0.0).to(tl.float32)
+        turned_NE = first_NE * cos_NE - second_NE * sin_NE
+        second_NE = second_NE * cos_NE + first_NE * sin_NE
+        first_NE = turned_NE
+    tl.store(out + place, first_NE.to(out.dtype.element_ty), mask=valid_NE)
+    tl.store(out + place + size // 2, second_NE.to(out.dtype.element_ty), mask=valid_NE)
+
+
+@triton.jit
+def _rotate_backward_kernel(
+    dqkv, before, cos, sin, q_norm, k_norm, rows, eps, query_heads, kv_heads,
+    has_norm: tl.constexpr, size: tl.constexpr, half: tl.constexpr, row_tile: tl.constexpr,
+):
+    """One head of q or k of one tile: turned back, then through the head's norm."""
+    head = tl.program_id(0)
+    columns = (query_heads + 2 * kv_heads) * size
+    row_N = tl.program_id(1) * row_tile + tl.arange(0, row_tile)
+    valid_N = row_N < rows
+    e_E = tl.arange(0, half)
+    inside_E = e_E < size // 2
+    valid_NE = valid_N[:, None] & inside_E[None, :]
+    place = row_N[:, None].to(tl.int64) * columns + head * size + e_E[None, :]
+    first_NE = tl.load(dqkv + place, mask=valid_NE, other=0.0).to(tl.float32)
+    second_NE = tl.load(dqkv + place + size // 2, mask=valid_NE, other=0.0).to(tl.float32)
+    angle = row_N[:, None] * size + e_E[None, :]
+    cos_NE = tl.load(cos + angle, mask=valid_NE, other=0.0).to(tl.float32)
+    sin_NE = tl.load(sin + angle, mask=valid_NE, other=0.0).to(tl.float32)
+    turned_NE = first_NE * cos_NE + second_NE * sin_NE
+    second_NE = second_NE * cos_NE - first_NE * sin_NE
+    first_NE = turned_NE
+    if has_norm:
+        weight = q_norm if head < query_heads else k_norm
+        x1_NE = tl.load(before + place, mask=valid_NE, other=0.0).to(tl.float32)
+        x2_NE = tl.load(before + place + size // 2, mask=valid_NE, other=0.0).to(tl.float32)
+        first_NE *= tl.load(weight + e_E, mask=inside_E, other=0.0).to(tl.float32)[None, :]
+        second_NE *= tl.load(weight + size // 2 + e_E, mask=inside_E, other=0.0).to(tl.float32)[None, :]
+        scale_N = tl.rsqrt((tl.sum(x1_NE * x1_NE, 1) + tl.sum(x2_NE * x2_NE, 1)) / size + eps)
+        mean_N = (tl.sum(first_NE * x1_NE, 1) + tl.sum(second_NE * x2_NE, 1)) / size
+        mean_N *= scale_N * scale_N * scale_N
+        first_NE = first_NE * scale_N[:, None] - x1_NE * mean_N[:, None]
+        second_NE = second_NE * scale_N[:, None] - x2_NE * mean_N[:, None]
+    tl.debug_barrier()
+    tl.store(dqkv + place, first_NE.to(dqkv.dtype.element_ty), mask=valid_NE)
+    tl.store(dqkv + place + size // 2, second_NE.to(dqkv.dtype.element_ty), mask=valid_NE)
+
+
+@triton.jit
+def _swiglu_kernel(
+    gate_up, hidden, s, table, tiles, width,
+    cap: tl.constexpr, adapted: tl.constexpr, aligned: tl.constexpr, row_tile: tl.constexpr, column_tile: tl.constexpr,
+):
+    """The product; gate and up are written back with what was added to them."""
+    slot, first, left, offset, ordinal, step = tile_of(tiles, tl.program_id(1))
+    if left <= 0:
+        return
+    row_N = first + tl.arange(0, row_tile)
+    valid_N = tl.arange(0, row_tile) < left
+    k_K = tl.program_id(0) * column_tile + tl.arange(0, column_tile)
+    valid_NK = valid_N[:, None] & (k_K < width)[None, :]
+    place_NK = gate_up + row_N[:, None].to(tl.int64) * (2 * width) + k_K[None, :]
+    gate_NK = tl.load(place_NK, mask=valid_NK, other=0.0)
+    up_NK = tl.load(place_NK + width, mask=valid_NK, other=0.0)
+    if adapted:
+        gate_NK += term_tile(s, table, slot, 0, row_N, valid_N, k_K, width, 1, 2, cap, aligned)
+        up_NK += term_tile(s, table, slot, 1, row_N, valid_N, k_K, width, 1, 2, cap, aligned)
+        tl.debug_barrier()
+        tl.store(place_NK, gate_NK, mask=valid_NK)
+        tl.store(place_NK + width, up_NK, mask=valid_NK)
+    gate_NK = gate_NK.to(tl.float32)
+    hidden_NK = (gate_NK * tl.sigmoid(gate_NK)).to(hidden.dtype.element_ty).to(tl.float32) * up_NK.to(tl.float32)
+    hidden += row_N[:, None].to(tl.int64) * width + k_K[None, :]
+    tl.store(hidden, hidden_NK.to(hidden.dtype.element_ty), mask=valid_NK)
+
+
+@triton.jit
+def _swiglu_backward_kernel(
+    gate_up, dhidden, ds, dtable, tiles, width,
+    cap: tl.constexpr, adapted: tl.constexpr, dropout: tl.constexpr, aligned: tl.constexpr,
+    row_tile: tl.constexpr, column_tile: tl.constexpr,
+):
+    """Writes the gradient over gate and up, and the product, made again, over its own gradient."""
+    slot, first, left, offset, ordinal, step = tile_of(tiles, tl.program_id(1))
+    if left <= 0:
+        return
+    row_N = first + tl.arange(0, row_tile)
+    valid_N = tl.arange(0, row_tile) < left
+    k = tl.program_id(0) * column_tile
+    k_K = k + tl.arange(0, column_tile)
+    valid_NK = valid_N[:, None] & (k_K < width)[None, :]
+    place_NK = gate_up + row_N[:, None].to(tl.int64) * (2 * width) + k_K[None, :]
+    hidden_NK = dhidden + row_N[:, None].to(tl.int64) * width + k_K[None, :]
+    gate_NK = tl.load(place_NK, mask=valid_NK, other=0.0).to(tl.float32)
+    up_NK = tl.load(place_NK + width, mask=valid_NK, other=0.0).to(tl.float32)
+    d_NK = tl.load(hidden_NK, mask=valid_NK, other=0.0).to(tl.float32)
+    if adapted:
+        position_N = offset + tl.arange(0, row_tile)
+        d_NK += dx_term_tile(ds, dtable, slot, 0, row_N, valid_N, k, width, position_N, ordinal, step,
+                             dropout, 1, cap, aligned, column_tile).to(tl.float32)
+    sigmoid_NK = tl.sigmoid(gate_NK)
+    silu_NK = gate_NK * sigmoid_NK
+    dup_NK = d_NK * silu_NK
+    dgate_NK = d_NK * up_NK * sigmoid_NK * (1 + gate_NK - silu_NK)
+    product_NK = silu_NK.to(dhidden.dtype.element_ty).to(tl.float32) * up_NK
+    tl.debug_barrier()
+    tl.store(place_NK, dgate_NK.to(gate_up.dtype.element_ty), mask=valid_NK)
+    tl.store(place_NK + width, dup_NK.to(gate_up.dtype.element_ty), mask=valid_NK)
+    tl.store(hidden_NK, product_NK.to(dhidden.dtype.element_ty), mask=valid_NK)

@@ -1,0 +1,417 @@
+"""Grouped kernels of BatchLoRA: every adapter's products in one launch, sums in each sample's own order, no atomics.
+
+Letters: T packed rows, N rows of one tile, K columns of one tile, R ranks of one tile, P modules of a merged linear.
+
+Parameters are found through a table of addresses, int64 [slots, modules, FIELDS]; rows through the tables of
+mlora.ops.routing. Tile sizes decide the order of sums, so they are constants and depend on nothing that other adapters bring: an
+adapter's ranks are always taken 16 at a time.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from mlora.ops.batch_lora import LinearBank, LoraTerm
+from mlora.ops.kernels import FUSED
+from mlora.ops.random import ROUNDS
+from mlora.ops.routing import ROW_TILE, Routing
+
+FIELDS = tl.constexpr(12)  # A, B, grad A, grad B as addresses, then these
+A, B, GRAD_A, GRAD_B = (tl.constexpr(i) for i in range(4))
+KEY, RANK, THRESHOLD, SCALING, KEEP_SCALE, COLUMN, WIDTH, IN_WIDTH = (tl.constexpr(i) for i in range(4, 12))
+RANKS = tl.constexpr(16)
+_ROUNDS = tl.constexpr(ROUNDS)
+_SHRINK = {"column_tile": 256, "num_warps": 4, "num_stages": 3} | FUSED
+_OUTER = {"row_tile": 64, "column_tile": 128, "num_warps": 4, "num_stages": 4} | FUSED
+_EXPAND = {"column_tile": 64, "num_warps": 4} | FUSED
+
+
+def shrink(right: torch.Tensor, bank: LinearBank, routing: Routing, through: str) -> torch.Tensor:
+    """S = scaling · drop(x)·Aᵀ, or through B, dS = scaling · dy·Bᵀ; [T, P · rank_cap], 0 beyond an adapter's own ranks.
+
+    Rows of nobody stay undefined.
+    """
+    cap, table = bank.rank_cap, bank.table(right.device)
+    allocate = torch.empty if bank.groups else torch.zeros
+    out = allocate(right.shape[0], bank.modules * cap, dtype=right.dtype, device=right.device)
+    if bank.groups:
+        # Through A all modules read the same x; through B each reads columns of its own, so each has its own program.
+        programs = 1 if through == "A" else bank.modules
+        _shrink_kernel[(len(routing.row_tiles), cap // 16, programs)](
+            right,
+            out,
+            table,
+            routing.row_tiles,
+            right.stride(0),
+            cap,
+            dropout=through == "A" and routing.dropout,
+            side=0 if through == "A" else 1,
+            modules=bank.modules,
+            aligned=bank.aligned,
+            row_tile=ROW_TILE,
+            **_staged(_SHRINK, right),
+        )
+    return out
+
+
+def accumulate(left: torch.Tensor, right: torch.Tensor, bank: LinearBank, routing: Routing, through: str) -> None:
+    """dA += dSᵀ·drop(x), or through B, dB += Sᵀ·dy: ``left`` is dS or S, ``right`` x or dy. Continues the accumulators."""
+    if not bank.groups:
+        return
+    cap, width = left.shape[1] // bank.modules, right.shape[1]
+    programs = cap // 16 if through == "A" else bank.modules * (cap // 16)
+    grid = (triton.cdiv(width, _OUTER["column_tile"]), len(routing.spans), programs)
+    _outer_kernel[grid](
+        left,
+        right,
+        bank.table(right.device),
+        routing.spans,
+        routing.samples,
+        routing.samples.shape[1],
+        right.stride(0),
+        cap,
+        dropout=through == "A",
+        side=0 if through == "A" else 1,
+        modules=bank.modules,
+        aligned=bank.aligned,
+        **_staged(_OUTER, right),
+    )
+
+
+def expand(out: torch.Tensor, term: LoraTerm) -> None:
+    """out += S·B, or out += drop(dS·A), in a pass of its own."""
+    bank, routing = term.bank, term.routing
+    if not bank.groups:
+        return
+    _expand_kernel[(triton.cdiv(out.shape[1], _EXPAND["column_tile"]), len(routing.row_tiles))](
+        out,
+        *arguments(term),
+        routing.row_tiles,
+        out.stride(0),
+        out.shape[1],
+        cap=cap_of(term),
+        dropout=routing.dropout,
+        side=0 if term.through == "A" else 1,
+        modules=bank.modules,
+        aligned=bank.aligned,
+        row_tile=ROW_TILE,
+        **_EXPAND,
+    )
+
+
+def arguments(term: LoraTerm) -> tuple[torch.Tensor, torch.Tensor]:
+    """What kernels take of a term: S and the table."""
+    assert isinstance(term.products, torch.Tensor)
+    return term.products, term.bank.table(term.products.device)
+
+
+def cap_of(term: LoraTerm) -> int:
+    """The columns of S for one module. Not the bank's: another adapter may have joined since S was made."""
+    assert isinstance(term.products, torch.Tensor)
+    return term.products.shape[1] // term.bank.modules
+
+
+def _staged(tile: dict[str, int], x: torch.Tensor) -> dict[str, int]:
+    """Elements of four bytes fill shared memory with half as many loads in flight; that changes no sum."""
+    return tile if x.element_size() == 2 else tile | {"num_stages": 2}
+
+
+@triton.jit
+def multiple(value, aligned: tl.constexpr):
+    """Tells the compiler what it cannot know of a number that comes from a table.
+
+    An address has to be told about where it is formed (``tl.multiple_of``): a hint on an argument is lost.
+    """
+    value = value.to(tl.int32)
+    return tl.multiple_of(value, 16) if aligned else value
+
+
+@triton.jit
+def tile_of(tiles, index):
+    """A tile: slot, first row, rows that are left of the sample, offset in it, ordinal, step."""
+    tile = tiles + 8 * index
+    return (
+        tl.load(tile),
+        tl.load(tile + 1),
+        tl.load(tile + 2),
+        tl.load(tile + 3),
+        tl.load(tile + 4),
+        tl.load(tile + 5),
+    )
+
+
+@triton.jit
+def is_masked(entry, modules: tl.constexpr):
+    """Whether the adapter has dropout; the table's empty entries have none."""
+    threshold = tl.load(entry + THRESHOLD)
+    for module in tl.static_range(1, modules):
+        threshold = tl.maximum(threshold, tl.load(entry + module * FIELDS + THRESHOLD))
+    return threshold > 0
+
+
+@triton.jit
+def as_float(bits):
+    return bits.to(tl.int32).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def drop(x_NK, entry, ordinal, step, position_N, column, column_tile: tl.constexpr):
+    """x with the mask of mlora.ops.random.keep_mask, scaled; columns ``column`` .. + column_tile, a multiple of 8."""
+    block_K = column // 8 + tl.arange(0, column_tile // 8)
+    zero = tl.zeros([position_N.shape[0], column_tile // 8], dtype=tl.int32)
+    r0, r1, r2, r3 = tl.philox(
+        tl.load(entry + KEY), zero + block_K[None, :], zero + position_N[:, None], zero + ordinal, zero + step, _ROUNDS
+    )
+    words = tl.join(tl.join(r0, r1), tl.join(r2, r3))
+    halves = tl.join(words & 0xFFFF, words >> 16)
+    halves = tl.reshape(halves, [position_N.shape[0], column_tile])
+    keep = halves >= tl.load(entry + THRESHOLD).to(tl.uint32)
+    return tl.where(keep, x_NK.to(tl.float32) * as_float(tl.load(entry + KEEP_SCALE)), 0.0).to(x_NK.dtype)
+
+
+@triton.jit
+def term_tile(
+    s, table, slot, module, row_N, valid_N, column_K, width,
+    side: tl.constexpr, modules: tl.constexpr, cap: tl.constexpr, aligned: tl.constexpr,
+):
+    """S·B (side 1) or dS·A (side 0) of one module, in the dtype of S.
+
+    Ranks beyond the adapter's own, up to ``cap``, count as zeros, which changes no bit.
+    """
+    chunk: tl.constexpr = cap if cap < 64 else 64
+    entry = table + (tl.maximum(slot, 0) * modules + module) * FIELDS
+    rank = tl.where(slot >= 0, tl.load(entry + RANK), 0).to(tl.int32)
+    matrix = tl.load(entry + side).to(tl.pointer_type(s.dtype.element_ty))
+    inside_K = (column_K >= 0) & (column_K < width)
+    owned_N = valid_N & (row_N * 0 + slot >= 0)
+    acc_NK = tl.zeros([row_N.shape[0], column_K.shape[0]], dtype=tl.float32)
+    for first in tl.static_range(0, cap, chunk):
+        r = first + tl.arange(0, chunk)
+        place_NR = row_N[:, None].to(tl.int64) * (cap * modules) + (module * cap + r)[None, :]
+        s_NR = tl.load(s + place_NR, mask=owned_N[:, None], other=0.0)
+        pointer_RK = matrix + r[:, None] * width + column_K[None, :]
+        if aligned:
+            pointer_RK = tl.multiple_of(pointer_RK, [16, 16])
+        m_RK = tl.load(pointer_RK, mask=(r < rank)[:, None] & inside_K[None, :], other=0.0)
+        acc_NK = tl.dot(s_NR, m_RK, acc_NK, input_precision="ieee")
+    return acc_NK.to(s.dtype.element_ty)
+
+
+@triton.jit
+def dx_term_tile(
+    s, table, slot, module, row_N, valid_N, column, width, position_N, ordinal, step,
+    dropout: tl.constexpr, modules: tl.constexpr, cap: tl.constexpr, aligned: tl.constexpr, column_tile: tl.constexpr,
+):
+    """drop(dS·A) of one module, for ``column_tile`` columns from ``column`` on."""
+    column_K = column + tl.arange(0, column_tile)
+    tile_NK = term_tile(s, table, slot, module, row_N, valid_N, column_K, width, 0, modules, cap, aligned)
+    if dropout:
+        entry = table + (tl.maximum(slot, 0) * modules + module) * FIELDS
+        if (slot >= 0) & (tl.load(entry + THRESHOLD) > 0):
+            tile_NK = drop(tile_NK, entry, ordinal, step, position_N, column, column_tile)
+    return tile_NK
+
+
+@triton.jit
+def _shrink_kernel(
+    x, out, table, tiles, stride, cap,
+    dropout: tl.constexpr, side: tl.constexpr, modules: tl.constexpr, aligned: tl.constexpr,
+    row_tile: tl.constexpr, column_tile: tl.constexpr,
+):
+    slot, first, left, offset, ordinal, step = tile_of(tiles, tl.program_id(0))
+    if (slot < 0) | (left <= 0):
+        return
+    row_N = first + tl.arange(0, row_tile)
+    valid_N = tl.arange(0, row_tile) < left
+    position_N = offset + tl.arange(0, row_tile)
+    first_rank = tl.program_id(1) * RANKS
+    x += row_N[:, None].to(tl.int64) * stride
+    out += row_N[:, None].to(tl.int64) * (cap * modules)
+    if side == 1:
+        module = tl.program_id(2)
+        entry = table + (slot * modules + module) * FIELDS
+        _shrink_one(x, out, entry, module, cap, first_rank, valid_N, position_N, ordinal, step,
+                    False, side, aligned, row_tile, column_tile)
+    else:
+        entry = table + slot * modules * FIELDS
+        if dropout and is_masked(entry, modules):
+            for each in range(modules):
+                _shrink_one(x, out, entry + each * FIELDS, each, cap, first_rank, valid_N, position_N, ordinal,
+                            step, dropout, side, aligned, row_tile, column_tile)
+        else:
+            _shrink_all(x, out, entry, cap, first_rank, valid_N, modules, aligned, row_tile, column_tile)
+
+
+@triton.jit
+def _shrink_one(
+    x, out, entry, module, cap, first_rank, valid_N, position_N, ordinal, step,
+    dropout: tl.constexpr, side: tl.constexpr, aligned: tl.constexpr, row_tile: tl.constexpr, column_tile: tl.constexpr,
+):
+    """16 ranks of one module, with its mask."""
+    rank = tl.load(entry + RANK).to(tl.int32)
+    width = multiple(tl.load(entry + (IN_WIDTH if side == 0 else WIDTH)), aligned)
+    column = 0 if side == 0 else multiple(tl.load(entry + COLUMN), aligned)
+    matrix = tl.load(entry + side).to(tl.pointer_type(x.dtype.element_ty))
+    r = first_rank + tl.arange(0, RANKS)
+    pointer_RK = matrix + r[:, None] * width + tl.arange(0, column_tile)[None, :]
+    acc_NR = tl.zeros([row_tile, RANKS], dtype=tl.float32)
+    if first_rank < rank:
+        for k in range(0, width, column_tile):
+            k_K = k + tl.arange(0, column_tile)
+            inside_K = (k_K < width)[None, :]
+            x_NK = tl.load(x + column + k_K[None, :], mask=valid_N[:, None] & inside_K, other=0.0)
+            m_pointer_RK = pointer_RK + k
+            if aligned:
+                m_pointer_RK = tl.multiple_of(m_pointer_RK, [16, 16])
+            m_RK = tl.load(m_pointer_RK, mask=(r < rank)[:, None] & inside_K, other=0.0)
+            if dropout:
+                x_NK = drop(x_NK, entry, ordinal, step, position_N, k, column_tile)
+            acc_NR = tl.dot(x_NK, tl.trans(m_RK), acc_NR, input_precision="ieee")
+    acc_NR *= as_float(tl.load(entry + SCALING))
+    tl.store(out + module * cap + r[None, :], acc_NR.to(x.dtype.element_ty), mask=valid_N[:, None])
+
+
+@triton.jit
+def _shrink_all(
+    x, out, entry, cap, first_rank, valid_N,
+    modules: tl.constexpr, aligned: tl.constexpr, row_tile: tl.constexpr, column_tile: tl.constexpr,
+):
+    """16 ranks of every module through A, with one read of x."""
+    together: tl.constexpr = triton.next_power_of_2(modules) * RANKS
+    c = tl.arange(0, together)
+    module_C = tl.minimum(c // RANKS, modules - 1)
+    r_C = first_rank + c % RANKS
+    entry_C = entry + module_C * FIELDS
+    valid_C = (r_C < tl.load(entry_C + RANK)) & (c < modules * RANKS)
+    width = tl.load(entry + IN_WIDTH)
+    for module in tl.static_range(1, modules):
+        width = tl.maximum(width, tl.load(entry + module * FIELDS + IN_WIDTH))
+    width = multiple(width, aligned)
+    matrix_C = tl.load(entry_C + A).to(tl.pointer_type(x.dtype.element_ty))
+    pointer_CK = matrix_C[:, None] + r_C[:, None] * width + tl.arange(0, column_tile)[None, :]
+    acc_NC = tl.zeros([row_tile, together], dtype=tl.float32)
+    for k in range(0, width, column_tile):
+        k_K = k + tl.arange(0, column_tile)
+        inside_K = (k_K < width)[None, :]
+        x_NK = tl.load(x + k_K[None, :], mask=valid_N[:, None] & inside_K, other=0.0)
+        m_pointer_CK = pointer_CK + k
+        if aligned:
+            m_pointer_CK = tl.multiple_of(m_pointer_CK, [16, 16])
+        m_CK = tl.load(m_pointer_CK, mask=valid_C[:, None] & inside_K, other=0.0)
+        acc_NC = tl.dot(x_NK, tl.trans(m_CK), acc_NC, input_precision="ieee")
+    acc_NC *= as_float(tl.load(entry_C + SCALING))[None, :]
+    tl.store(
+        out + (module_C * cap + r_C)[None, :],
+        acc_NC.to(x.dtype.element_ty),
+        mask=valid_N[:, None] & (c < modules * RANKS)[None, :],
+    )
+
+
+@triton.jit
+def _outer_kernel(
+    left, right, table, spans, samples, capacity, stride, cap,
+    dropout: tl.constexpr, side: tl.constexpr, modules: tl.constexpr, aligned: tl.constexpr,
+    row_tile: tl.constexpr, column_tile: tl.constexpr,
+):
+    """One program walks all rows of one adapter, sample by sample, for 16 ranks and a tile of columns.
+
+    Through A it takes all modules, which share x, unless each has a mask of its own.
+    """
+    span = spans + 3 * tl.program_id(1)
+    slot = tl.load(span)
+    if slot < 0:
+        return
+    column = tl.program_id(0) * column_tile
+    entry = table + slot * modules * FIELDS
+    begin = tl.load(span + 1)
+    end = begin + tl.load(span + 2)
+    if side == 1:
+        _outer(left, right, entry, samples, capacity, stride, cap, begin, end, (tl.program_id(2) // modules) * RANKS,
+               column, tl.program_id(2) % modules, False, side, modules, 1, aligned, row_tile, column_tile)
+    else:
+        first_rank = tl.program_id(2) * RANKS
+        if dropout and is_masked(entry, modules):
+            for each in range(modules):
+                _outer(left, right, entry, samples, capacity, stride, cap, begin, end, first_rank, column, each,
+                       True, side, modules, 1, aligned, row_tile, column_tile)
+        else:
+            _outer(left, right, entry, samples, capacity, stride, cap, begin, end, first_rank, column, 0, False,
+                   side, modules, modules, aligned, row_tile, column_tile)
+
+
+@triton.jit
+def _outer(
+    left, right, entry, samples, capacity, stride, cap, begin, end, first_rank, k, module,
+    dropout: tl.constexpr, side: tl.constexpr, modules: tl.constexpr, count: tl.constexpr, aligned: tl.constexpr,
+    row_tile: tl.constexpr, column_tile: tl.constexpr,
+):
+    """``count`` modules from ``module`` on: grad[C, K] += leftᵀ·right."""
+    together: tl.constexpr = triton.next_power_of_2(count) * RANKS
+    c = tl.arange(0, together)
+    module_C = module + tl.minimum(c // RANKS, count - 1)
+    r_C = first_rank + c % RANKS
+    entry_C = entry + module_C * FIELDS
+    valid_C = (r_C < tl.load(entry_C + RANK)) & (c < count * RANKS)
+    width = multiple(tl.max(tl.load(entry_C + (IN_WIDTH if side == 0 else WIDTH)), 0), aligned)
+    if (tl.max(valid_C.to(tl.int32), 0) > 0) & (k < width):
+        k_K = k + tl.arange(0, column_tile)
+        valid_CK = valid_C[:, None] & (k_K < width)[None, :]
+        grad_C = tl.load(entry_C + (GRAD_A if side == 0 else GRAD_B)).to(tl.pointer_type(tl.float32))
+        grad_CK = grad_C[:, None] + r_C[:, None] * width + k_K[None, :]
+        if aligned:
+            grad_CK = tl.multiple_of(grad_CK, [16, 16])
+        acc_CK = tl.load(grad_CK, mask=valid_CK, other=0.0)
+        place = k
+        if side == 1:
+            place += multiple(tl.load(entry + module * FIELDS + COLUMN), aligned)
+        right_K = right + place + tl.arange(0, column_tile)[None, :]
+        left_C = left + (module_C * cap + r_C)[None, :]
+        for sample in range(begin, end):
+            first = tl.load(samples + capacity + sample).to(tl.int64)
+            length = tl.load(samples + 2 * capacity + sample)
+            ordinal = tl.load(samples + 3 * capacity + sample)
+            step = tl.load(samples + 4 * capacity + sample)
+            for n in range(0, length, row_tile):
+                n_N = n + tl.arange(0, row_tile)
+                row_N = (first + n_N)[:, None]
+                inside_N = (n_N < length)[:, None]
+                s_NC = tl.load(left_C + row_N * (cap * modules), mask=inside_N, other=0.0)
+                x_NK = tl.load(right_K + row_N * stride, mask=inside_N & (k_K < width)[None, :], other=0.0)
+                if dropout:
+                    x_NK = drop(x_NK, entry + module * FIELDS, ordinal, step, n_N, k, column_tile)
+                acc_CK = tl.dot(tl.trans(s_NC), x_NK, acc_CK, input_precision="ieee")
+        tl.store(grad_CK, acc_CK, mask=valid_CK)
+
+
+@triton.jit
+def _expand_kernel(
+    out, s, table, tiles, stride, columns,
+    cap: tl.constexpr, dropout: tl.constexpr, side: tl.constexpr, modules: tl.constexpr, aligned: tl.constexpr,
+    row_tile: tl.constexpr, column_tile: tl.constexpr,
+):
+    slot, first, left, offset, ordinal, step = tile_of(tiles, tl.program_id(1))
+    if (slot < 0) | (left <= 0):
+        return
+    row_N = first + tl.arange(0, row_tile)
+    valid_N = tl.arange(0, row_tile) < left
+    position_N = offset + tl.arange(0, row_tile)
+    column = tl.program_id(0) * column_tile
+    column_K = column + tl.arange(0, column_tile)
+    pointer_NK = out + row_N[:, None].to(tl.int64) * stride + column_K[None, :]
+    valid_NK = valid_N[:, None] & (column_K < columns)[None, :]
+    out_NK = tl.load(pointer_NK, mask=valid_NK, other=0.0).to(tl.float32)
+    for module in tl.static_range(modules):
+        if side == 0:
+            out_NK += dx_term_tile(s, table, slot, module, row_N, valid_N, column, columns, position_N, ordinal, step,
+                                   dropout, modules, cap, aligned, column_tile).to(tl.float32)
+        else:
+            entry = table + (slot * modules + module) * FIELDS
+            begin = multiple(tl.load(entry + COLUMN), aligned)
+            width = multiple(tl.load(entry + WIDTH), aligned)
+            if (column < begin + width) & (column + column_tile > begin):
+                out_NK += term_tile(s, table, slot, module, row_N, valid_N, column_K - begin, width,
+                                    1, modules, cap, aligned).to(tl.float32)
+    tl.debug_barrier()
+    tl.store(pointer_NK, out_NK.to(out.dtype.element_ty), mask=valid_NK)

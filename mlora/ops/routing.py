@@ -1,0 +1,121 @@
+"""Which rows of a microbatch belong to whom, for references as segments and for kernels as small tables.
+
+It travels with the microbatch and is never kept on a module: with several in flight a "current" one would be another's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from mlora.ops.devices import sent
+from mlora.types import Microbatch, SampleRef, Segment, padded
+
+ROW_TILE = 64  # rows of one program
+SAMPLE_FIELDS = 5  # slot, first row, length, ordinal, step
+NOBODY = -1  # the slot of padding rows
+_CAPACITY = 16  # tables are padded to a multiple, so that shapes repeat
+
+
+@dataclass(frozen=True, kw_only=True)
+class Routing:
+    """The rows of one microbatch.
+
+    Attributes:
+        positions_T: int64 on the device, a row's place in its sample; 0 for padding.
+        dropout: whether adapters' dropout applies (not in evaluation).
+        samples: int32 [5, S]: slot, first row, length, ordinal, step; then the padding rows as one of NOBODY, then empty.
+        starts, lengths: int32 [S], rows 1 and 2 of ``samples`` with 0 for the padding.
+        spans: int32 [G, 3]: slot, first sample and number of samples of each segment; empty ones at the end.
+        row_tiles: int32 [N, 8]: slot, first row, rows that are left of the sample, offset in it, ordinal, step, two unused,
+            of each tile of ROW_TILE rows.
+    """
+
+    segments: tuple[Segment, ...]
+    rows: int
+    sample_lengths: list[int]
+    positions_T: torch.Tensor
+    dropout: bool
+    samples: torch.Tensor
+    starts: torch.Tensor
+    lengths: torch.Tensor
+    spans: torch.Tensor
+    row_tiles: torch.Tensor
+
+    @property
+    def adapted(self) -> bool:
+        """Whether any row belongs to an adapter."""
+        return any(segment.slot != NOBODY for segment in self.segments)
+
+    @property
+    def longest(self) -> int:
+        return max(self.sample_lengths, default=1)
+
+    def sample_rows(self) -> list[tuple[Segment, SampleRef, slice]]:
+        """Every sample with its segment and its rows, in row order."""
+        return [
+            (segment, sample, slice(first, last))
+            for segment in self.segments
+            for sample, first, last in segment.sample_rows()
+        ]
+
+
+def route(microbatch: Microbatch, device: torch.device, dropout: bool = True) -> Routing:
+    """The tables of a microbatch, sent to the device in one copy."""
+    samples, spans = _samples(microbatch), _spans(microbatch)
+    starts = torch.where(samples[0] == NOBODY, 0, samples[1])
+    lengths = torch.where(samples[0] == NOBODY, 0, samples[2])
+    owner = torch.repeat_interleave(torch.arange(samples.shape[1]), samples[2].long())
+    positions = torch.arange(microbatch.rows, dtype=torch.int32) - samples[1][owner]
+    positions[microbatch.tokens :] = 0
+    parts = [positions, samples, starts, lengths, spans, _tiles(samples)]
+    flat = sent(torch.cat([part.reshape(-1) for part in parts]), device)
+    views = [flat_part.view(part.shape) for flat_part, part in zip(_split(flat, parts), parts, strict=True)]
+    return Routing(
+        segments=microbatch.segments,
+        rows=microbatch.rows,
+        sample_lengths=microbatch.sample_lengths(),
+        positions_T=views[0].long(),
+        dropout=dropout,
+        samples=views[1],
+        starts=views[2],
+        lengths=views[3],
+        spans=views[4],
+        row_tiles=views[5],
+    )
+
+
+def _samples(microbatch: Microbatch) -> torch.Tensor:
+    entries = [
+        (segment.slot, first, last - first, sample.ordinal, segment.step)
+        for segment in microbatch.segments
+        for sample, first, last in segment.sample_rows()
+    ]
+    entries.append((NOBODY, microbatch.tokens, microbatch.rows - microbatch.tokens, 0, 0))
+    entries += [(NOBODY, 0, 0, 0, 0)] * (padded(len(entries), _CAPACITY) - len(entries))
+    return torch.tensor(entries, dtype=torch.int32).T.contiguous()
+
+
+def _spans(microbatch: Microbatch) -> torch.Tensor:
+    entries, first = [], 0
+    for segment in microbatch.segments:
+        entries.append((segment.slot, first, len(segment.samples)))
+        first += len(segment.samples)
+    entries += [(NOBODY, 0, 0)] * (padded(len(entries), 4) - len(entries))
+    return torch.tensor(entries, dtype=torch.int32).view(-1, 3)
+
+
+def _tiles(samples: torch.Tensor) -> torch.Tensor:
+    """Tiles never reach over a sample's end; empty ones fill the table up."""
+    slot, first, length, ordinal, step = samples
+    counts = -(-length.long() // ROW_TILE)
+    owner = torch.repeat_interleave(torch.arange(len(counts)), counts)
+    offset = ((torch.arange(len(owner)) - (torch.cumsum(counts, 0) - counts)[owner]) * ROW_TILE).int()
+    fields = [slot[owner], first[owner] + offset, length[owner] - offset, offset, ordinal[owner], step[owner]]
+    tiles = torch.stack([*fields, torch.zeros_like(offset), torch.zeros_like(offset)], dim=1)
+    return torch.nn.functional.pad(tiles, (0, 0, 0, padded(len(tiles), _CAPACITY) - len(tiles)))
+
+
+def _split(flat: torch.Tensor, parts: list[torch.Tensor]) -> list[torch.Tensor]:
+    return list(flat.split([part.numel() for part in parts]))
