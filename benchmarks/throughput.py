@@ -48,7 +48,7 @@ from mlora.models.decoder import Decoder
 from mlora.models.spec import ModelSpec, linear_shapes, load_spec
 from mlora.ops.exact import exact_sum
 from mlora.ops.routing import NOBODY
-from mlora.pipeline.stage import Batch, Stage
+from mlora.pipeline.stage import Batch, Stage, StepSums
 from mlora.types import IGNORE, MERGED_LINEARS, Microbatch, SampleRef, Segment, StepDecision
 
 R, ALPHA, RATE, MAX_NORM = 16, 32, 1e-4, 1.0
@@ -218,11 +218,11 @@ class Engine:
         self._stage.forward(batch)
         self._stage.backward(batch.microbatch.index)
         segments = [segment for segment in batch.microbatch.segments if segment.slot != NOBODY]
-        return [None, *(self._finish(segment) for segment in segments)][-1]
+        closed = [(segment, self._stage.close_step(segment.slot)) for segment in segments]
+        return [None, *(self._finish(segment, sums) for segment, sums in closed)][-1]
 
-    def _finish(self, segment: Segment) -> float:
+    def _finish(self, segment: Segment, sums: StepSums) -> float:
         """The adapter's STEP, decided as mlora.engine.adapter_run decides it; returns the mean loss."""
-        sums = self._stage.close_step(segment.slot)
         norm = math.sqrt(exact_sum(sums.squares))
         assert math.isfinite(sums.loss) and math.isfinite(norm), f"slot {segment.slot}: loss {sums.loss}, norm {norm}"
         self._stage.step(segment.slot, StepDecision(RATE, clip_coefficient(norm, MAX_NORM), False))

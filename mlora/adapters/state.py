@@ -122,16 +122,16 @@ class AdapterState:
             dropout=self.config.lora_dropout,
         )
 
-    def sums_of_squares(self) -> list[float]:
-        """Σ grad² of each layer, in float64."""
+    def sums_of_squares(self) -> torch.Tensor:
+        """Σ grad² of each layer, float64 [layers]."""
         if has_kernels(self.grad):
             squares = kernels("squares")
-            return squares.range_sums(squares.block_sums(self.grad, BLOCK), self._layer_blocks).tolist()
+            return squares.range_sums(squares.block_sums(self.grad, BLOCK), self._layer_blocks)
         sums = []
         for start, stop in zip(self._layer_starts, self._layer_starts[1:], strict=False):
             blocks = self.grad[start:stop].view(-1, BLOCK).double().square().sum(1)
             sums.append(exact_sum(blocks.tolist()))
-        return sums
+        return torch.tensor(sums, dtype=torch.float64)
 
     def _lay_out(self, layer: int, start: int) -> int:
         """Give each targeted module of the layer its place; returns the end."""

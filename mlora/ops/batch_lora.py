@@ -66,6 +66,7 @@ class LinearBank:
 
     Attributes:
         rank_cap: columns that one module's S takes in kernels.
+        has_dropout: whether any adapter has.
         aligned: whether every row of a matrix and every module's columns start at a multiple of 16, so that kernels may
             load 16 bytes at a time.
     """
@@ -73,6 +74,7 @@ class LinearBank:
     def __init__(self, modules: int) -> None:
         self.modules = modules
         self.groups: dict[int, LoraGroup] = {}
+        self._table: torch.Tensor | None = None
         self._changed()
 
     def put(self, slot: int, group: LoraGroup) -> None:
@@ -96,11 +98,12 @@ class LinearBank:
         return self._table
 
     def _changed(self) -> None:
-        self._table: torch.Tensor | None = None
+        self._table = None
         parts = [part for group in self.groups.values() for part in group.parts]
         self.rank_cap = _rank_cap(max((part.ranks.stop - part.ranks.start for part in parts), default=0))
         places = [x for part in parts for x in (part.columns.start, part.columns.stop)]
         widths = [group.a_RD.shape[1] for group in self.groups.values()]
+        self.has_dropout = any(group.dropout > 0 for group in self.groups.values())
         self.aligned = all(place % 16 == 0 for place in (*places, *widths))
 
 

@@ -21,3 +21,19 @@ def kernels(name: str) -> ModuleType:
 def sent(x: torch.Tensor, device: torch.device) -> torch.Tensor:
     """x on the device, without waiting for what the device has still to do."""
     return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x.to(device)
+
+
+class Fetched:
+    """Numbers on their way from the device; several are fetched while the host waits for the first."""
+
+    def __init__(self, x: torch.Tensor) -> None:
+        self._host = x.to("cpu", non_blocking=True)
+        self._arrived = torch.cuda.Event() if x.is_cuda else None
+        if self._arrived:
+            self._arrived.record()
+
+    def tolist(self) -> list[float]:
+        """The numbers, once they are here."""
+        if self._arrived:
+            self._arrived.synchronize()
+        return self._host.tolist()

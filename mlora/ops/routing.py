@@ -12,7 +12,7 @@ import torch
 from mlora.ops.devices import sent
 from mlora.types import Microbatch, SampleRef, Segment, padded
 
-ROW_TILE = 64  # rows of one program
+ROW_TILE, NARROW_TILE = 64, 16  # rows of one program
 SAMPLE_FIELDS = 5  # slot, first row, length, ordinal, step
 NOBODY = -1  # the slot of padding rows
 _CAPACITY = 16  # tables are padded to a multiple, so that shapes repeat
@@ -28,8 +28,8 @@ class Routing:
         samples: int32 [5, S]: slot, first row, length, ordinal, step; then the padding rows as one of NOBODY, then empty.
         starts, lengths: int32 [S], rows 1 and 2 of ``samples`` with 0 for the padding.
         spans: int32 [G, 3]: slot, first sample and number of samples of each segment; empty ones at the end.
-        row_tiles: int32 [N, 8]: slot, first row, rows that are left of the sample, offset in it, ordinal, step, two unused,
-            of each tile of ROW_TILE rows.
+        row_tiles, narrow_tiles: int32 [N, 8]: slot, first row, rows that are left of the sample, offset in it, ordinal,
+            step, two unused, of each tile of ROW_TILE or NARROW_TILE rows.
     """
 
     segments: tuple[Segment, ...]
@@ -42,6 +42,7 @@ class Routing:
     lengths: torch.Tensor
     spans: torch.Tensor
     row_tiles: torch.Tensor
+    narrow_tiles: torch.Tensor
 
     @property
     def adapted(self) -> bool:
@@ -69,7 +70,7 @@ def route(microbatch: Microbatch, device: torch.device, dropout: bool = True) ->
     owner = torch.repeat_interleave(torch.arange(samples.shape[1]), samples[2].long())
     positions = torch.arange(microbatch.rows, dtype=torch.int32) - samples[1][owner]
     positions[microbatch.tokens :] = 0
-    parts = [positions, samples, starts, lengths, spans, _tiles(samples)]
+    parts = [positions, samples, starts, lengths, spans, _tiles(samples, ROW_TILE), _tiles(samples, NARROW_TILE)]
     flat = sent(torch.cat([part.reshape(-1) for part in parts]), device)
     views = [flat_part.view(part.shape) for flat_part, part in zip(_split(flat, parts), parts, strict=True)]
     return Routing(
@@ -83,6 +84,7 @@ def route(microbatch: Microbatch, device: torch.device, dropout: bool = True) ->
         lengths=views[3],
         spans=views[4],
         row_tiles=views[5],
+        narrow_tiles=views[6],
     )
 
 
@@ -106,12 +108,12 @@ def _spans(microbatch: Microbatch) -> torch.Tensor:
     return torch.tensor(entries, dtype=torch.int32).view(-1, 3)
 
 
-def _tiles(samples: torch.Tensor) -> torch.Tensor:
+def _tiles(samples: torch.Tensor, tile: int) -> torch.Tensor:
     """Tiles never reach over a sample's end; empty ones fill the table up."""
     slot, first, length, ordinal, step = samples
-    counts = -(-length.long() // ROW_TILE)
+    counts = -(-length.long() // tile)
     owner = torch.repeat_interleave(torch.arange(len(counts)), counts)
-    offset = ((torch.arange(len(owner)) - (torch.cumsum(counts, 0) - counts)[owner]) * ROW_TILE).int()
+    offset = ((torch.arange(len(owner)) - (torch.cumsum(counts, 0) - counts)[owner]) * tile).int()
     fields = [slot[owner], first[owner] + offset, length[owner] - offset, offset, ordinal[owner], step[owner]]
     tiles = torch.stack([*fields, torch.zeros_like(offset), torch.zeros_like(offset)], dim=1)
     return torch.nn.functional.pad(tiles, (0, 0, 0, padded(len(tiles), _CAPACITY) - len(tiles)))

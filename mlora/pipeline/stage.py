@@ -18,10 +18,10 @@ from mlora.adapters.optimizer import Optimizer
 from mlora.adapters.state import AdapterState
 from mlora.ops.batch_lora import LinearBank
 from mlora.ops.cross_entropy import CHUNK_ROWS, linear_cross_entropy
-from mlora.ops.devices import sent
+from mlora.ops.devices import Fetched, sent
 from mlora.ops.exact import exact_sum
 from mlora.ops.routing import NOBODY
-from mlora.types import IGNORE, MERGED_LINEARS, ROW_MULTIPLE, Microbatch, StepDecision, padded
+from mlora.types import IGNORE, MERGED_LINEARS, ROW_MULTIPLE, Microbatch, Segment, StepDecision, padded
 
 Banks = Mapping[int, Mapping[str, LinearBank]]  # layer -> merged linear -> matrices by slot
 
@@ -67,8 +67,17 @@ class StepSums:
 class _Flight:
     """Kept between F and B: what the model keeps, and on the last stage the gradient of what left its layers."""
 
+    segments: tuple[Segment, ...]
     kept: Any
     dout_TD: torch.Tensor | None
+
+
+@dataclass(frozen=True)
+class _Closing:
+    """What a stage knows of a step whose B's are done, on its way to the host: loss of each token, Σ grad² by layer."""
+
+    losses: Fetched
+    squares: Fetched
 
 
 class Stage:
@@ -84,6 +93,7 @@ class Stage:
         self._states: dict[int, AdapterState] = {}
         self._losses: dict[int, list[torch.Tensor]] = {}
         self._flights: dict[int, _Flight] = {}
+        self._closing: dict[int, _Closing] = {}
 
     def join(self, slot: int, state: AdapterState) -> None:
         """Put an adapter into a free slot."""
@@ -110,7 +120,7 @@ class Stage:
         x_TD = model.embed(batch.input_ids_T) if x_TD is None else x_TD
         out_TD, kept = model.forward(x_TD, model.pack(microbatch), self._banks, self._recompute)
         dout_TD = self._loss(batch, out_TD, *targets) if targets else None
-        self._flights[microbatch.index] = _Flight(kept, dout_TD)
+        self._flights[microbatch.index] = _Flight(microbatch.segments, kept, dout_TD)
         return None if model.is_last else out_TD
 
     @torch.no_grad()
@@ -119,7 +129,11 @@ class Stage:
         flight = self._flights.pop(index)
         dout_TD = flight.dout_TD if dout_TD is None else dout_TD
         assert dout_TD is not None
-        return self.model.backward(flight.kept, dout_TD)
+        dx_TD = self.model.backward(flight.kept, dout_TD)
+        for segment in flight.segments:
+            if segment.ends_step and segment.slot != NOBODY:
+                self._closing[segment.slot] = self._close(segment.slot)
+        return dx_TD
 
     @torch.no_grad()
     def evaluate(self, batch: Batch, x_TD: torch.Tensor | None = None) -> torch.Tensor:
@@ -136,13 +150,13 @@ class Stage:
     def reset(self, slot: int) -> None:
         """Drop the slot's unfinished step: gradients and losses."""
         self._losses[slot] = []
+        self._closing.pop(slot, None)
         self._optimizers[slot].skip()
 
     def close_step(self, slot: int) -> StepSums:
         """What this stage knows of the slot's step once all its B's are done."""
-        losses, self._losses[slot] = self._losses[slot], []
-        loss = exact_sum(x for part in losses for x in part.double().tolist())
-        return StepSums(loss, tuple(self._states[slot].sums_of_squares()))
+        closing = self._closing.pop(slot, None) or self._close(slot)  # a poisoned B has closed nothing
+        return StepSums(exact_sum(closing.losses.tolist()), tuple(closing.squares.tolist()))
 
     def step(self, slot: int, decision: StepDecision) -> None:
         """STEP: update the adapter's weights, or leave weights and moments as they are where the step is skipped."""
@@ -150,6 +164,11 @@ class Stage:
             self._optimizers[slot].skip()
         else:
             self._optimizers[slot].step(decision.learning_rate, decision.coefficient)
+
+    def _close(self, slot: int) -> _Closing:
+        losses, self._losses[slot] = self._losses[slot], []
+        loss = torch.cat(losses) if losses else torch.zeros(0)
+        return _Closing(Fetched(loss.double()), Fetched(self._states[slot].sums_of_squares()))
 
     def _loss(
         self, batch: Batch, out_TD: torch.Tensor, rows_N: torch.Tensor, labels_N: torch.Tensor, weights_N: torch.Tensor

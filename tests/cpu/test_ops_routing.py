@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from mlora.ops.routing import NOBODY, NORM_TILE, ROW_TILE, SAMPLE_FIELDS, Routing, route
+from mlora.ops.routing import NARROW_TILE, NOBODY, ROW_TILE, SAMPLE_FIELDS, route
 from mlora.types import Microbatch
 from tests.cpu.packing import packed, routed
 
@@ -79,20 +79,23 @@ def test_spans_give_each_segment_its_samples(microbatch):
     assert all(span == [NOBODY, 0, 0] for span in spans[len(microbatch.segments) :])
 
 
-def _rows(routing: Routing, tile: int, sample: int, offset: int) -> range:
-    """The rows of the microbatch that a program takes for one tile."""
-    _, first, length, *_ = routing.samples[:, sample].tolist()
-    return range(first + offset, first + min(offset + tile, length))
-
-
 @each_microbatch
-@pytest.mark.parametrize(("table", "tile"), [("row_tiles", ROW_TILE), ("norm_tiles", NORM_TILE)])
+@pytest.mark.parametrize(("table", "tile"), [("row_tiles", ROW_TILE), ("narrow_tiles", NARROW_TILE)])
 def test_tiles_cover_every_row_once_and_cross_no_sample(microbatch, table, tile):
     routing = route(microbatch, CPU)
     tiles = getattr(routing, table).tolist()
-    covered = [_rows(routing, tile, *entry) for entry in tiles]
+    samples = {
+        first: (slot, length, ordinal, step)
+        for slot, first, length, ordinal, step in routing.samples.T.tolist()
+        if length
+    }
+    covered = []
+    for slot, first, left, offset, ordinal, step, *_ in tiles:
+        covered.append(range(first, first + min(tile, left)))
+        if left:
+            assert offset % tile == 0
+            assert samples[first - offset] == (slot, left + offset, ordinal, step)
     assert sorted(row for rows in covered for row in rows) == list(range(microbatch.rows))
-    assert all(offset % tile == 0 for (_, offset), rows in zip(tiles, covered, strict=True) if rows)
     sizes = [*microbatch.sample_lengths(), microbatch.rows - microbatch.tokens]
     count = sum(-(-size // tile) for size in sizes)
     assert len(tiles) % 16 == 0
@@ -122,8 +125,9 @@ def test_shapes_repeat():
     """Kernels are launched for the tables' shapes; few of them may occur."""
     shapes = {
         tuple(
-            getattr(routed({0: [9] * count}), table).shape for table in ("samples", "spans", "row_tiles", "norm_tiles")
+            getattr(routed({0: [9] * count}), table).shape
+            for table in ("samples", "spans", "row_tiles", "narrow_tiles")
         )
         for count in range(1, 15)
     }
-    assert shapes == {((SAMPLE_FIELDS, 16), (4, 3), (16, 2), (16, 2))}
+    assert shapes == {((SAMPLE_FIELDS, 16), (4, 3), (16, 8), (16, 8))}

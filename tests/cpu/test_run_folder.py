@@ -6,6 +6,7 @@ import json
 import math
 
 import pytest
+import torch
 
 import mlora
 from mlora import UserError
@@ -82,7 +83,7 @@ def test_an_adapter_whose_last_step_was_not_finite_has_failed(tmp_path, model, a
 
     def last_is_infinite(self):
         calls.append(self)
-        return [math.inf] if len(calls) == 2 else original(self)
+        return torch.tensor([math.inf]) if len(calls) == 2 else original(self)
 
     monkeypatch.setattr(AdapterState, "sums_of_squares", last_is_infinite)
     result = run(tmp_path / "run", model, [adapter]).adapters["a"]

@@ -122,7 +122,7 @@ def test_a_skipped_step_uses_data_and_rate_but_leaves_weights_and_moments(tmp_pa
 
     def once_infinite(self):
         calls.append(self)
-        return [math.inf] if len(calls) == 3 else original(self)
+        return torch.tensor([math.inf]) if len(calls) == 3 else original(self)
 
     undisturbed = run(tmp_path / "plain", model, _named(adapters, "subject"))
     monkeypatch.setattr(AdapterState, "sums_of_squares", once_infinite)

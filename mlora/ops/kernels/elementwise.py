@@ -15,13 +15,12 @@ import triton.language as tl
 from mlora.ops.batch_lora import LoraTerm
 from mlora.ops.elementwise import Heads
 from mlora.ops.kernels import FUSED
-from mlora.ops.kernels.lora import arguments, cap_of, dx_term_tile, expand, term_tile, tile_of
-from mlora.ops.routing import ROW_TILE
+from mlora.ops.kernels.lora import arguments, cap_of, dx_tile, expand, term_tile, tile_of
+from mlora.ops.routing import NARROW_TILE, ROW_TILE
 
 _ADD = {"column_tile": 64, "num_warps": 4} | FUSED
 _ROTATE = {"num_warps": 4} | FUSED
-_SWIGLU = {"column_tile": 64, "num_warps": 8} | FUSED
-_SWIGLU_BACKWARD = {"column_tile": 64, "num_warps": 8} | FUSED
+_SWIGLU = {"column_tile": 128, "num_warps": 4} | FUSED
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -100,9 +99,9 @@ def rotate_backward(
 def swiglu(gate_up: torch.Tensor, term: LoraTerm) -> tuple[torch.Tensor, torch.Tensor]:
     width, routing = gate_up.shape[1] // 2, term.routing
     hidden = torch.empty(gate_up.shape[0], width, dtype=gate_up.dtype, device=gate_up.device)
-    _swiglu_kernel[(triton.cdiv(width, _SWIGLU["column_tile"]), len(routing.row_tiles))](
-        gate_up, hidden, *arguments(term), routing.row_tiles, width,
-        cap=cap_of(term), adapted=routing.adapted, aligned=term.bank.aligned, row_tile=ROW_TILE, **_SWIGLU,
+    _swiglu_kernel[(triton.cdiv(width, _SWIGLU["column_tile"]), len(routing.narrow_tiles))](
+        gate_up, hidden, *arguments(term), routing.narrow_tiles, width,
+        cap=cap_of(term), adapted=routing.adapted, aligned=term.bank.aligned, row_tile=NARROW_TILE, **_SWIGLU,
     )  # fmt: skip
     return hidden, gate_up
 
@@ -111,10 +110,10 @@ def swiglu_backward(
     gate_up: torch.Tensor, dhidden: torch.Tensor, dterm: LoraTerm
 ) -> tuple[torch.Tensor, torch.Tensor]:
     width, routing = gate_up.shape[1] // 2, dterm.routing
-    _swiglu_backward_kernel[(triton.cdiv(width, _SWIGLU_BACKWARD["column_tile"]), len(routing.row_tiles))](
-        gate_up, dhidden, *arguments(dterm), routing.row_tiles, width,
-        cap=cap_of(dterm), adapted=routing.adapted, dropout=routing.dropout, aligned=dterm.bank.aligned,
-        row_tile=ROW_TILE, **_SWIGLU_BACKWARD,
+    _swiglu_backward_kernel[(triton.cdiv(width, _SWIGLU["column_tile"]), len(routing.narrow_tiles))](
+        gate_up, dhidden, *arguments(dterm), routing.narrow_tiles, width,
+        cap=cap_of(dterm), adapted=routing.adapted, dropout=routing.dropout and dterm.bank.has_dropout, aligned=dterm.bank.aligned,
+        row_tile=NARROW_TILE, **_SWIGLU,
     )  # fmt: skip
     return gate_up, dhidden
 
@@ -322,8 +321,8 @@ def _swiglu_backward_kernel(
     d_NK = tl.load(hidden_NK, mask=valid_NK, other=0.0).to(tl.float32)
     if adapted:
         position_N = offset + tl.arange(0, row_tile)
-        d_NK += dx_term_tile(ds, dtable, slot, 0, row_N, valid_N, k, width, position_N, ordinal, step,
-                             dropout, 1, cap, aligned, column_tile).to(tl.float32)
+        d_NK += dx_tile(ds, dtable, slot, row_N, valid_N, k, width, position_N, ordinal, step,
+                        dropout, 1, cap, aligned, column_tile).to(tl.float32)
     sigmoid_NK = tl.sigmoid(gate_NK)
     silu_NK = gate_NK * sigmoid_NK
     dup_NK = d_NK * silu_NK

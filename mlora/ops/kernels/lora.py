@@ -92,7 +92,7 @@ def expand(out: torch.Tensor, term: LoraTerm) -> None:
         out.stride(0),
         out.shape[1],
         cap=cap_of(term),
-        dropout=routing.dropout,
+        dropout=routing.dropout and bank.has_dropout,
         side=0 if term.through == "A" else 1,
         modules=bank.modules,
         aligned=bank.aligned,
@@ -172,11 +172,11 @@ def drop(x_NK, entry, ordinal, step, position_N, column, column_tile: tl.constex
 
 
 @triton.jit
-def term_tile(
-    s, table, slot, module, row_N, valid_N, column_K, width,
+def add_term(
+    acc_NK, s, table, slot, module, row_N, valid_N, column_K, width,
     side: tl.constexpr, modules: tl.constexpr, cap: tl.constexpr, aligned: tl.constexpr,
 ):
-    """S·B (side 1) or dS·A (side 0) of one module, in the dtype of S.
+    """acc + S·B (side 1) or dS·A (side 0) of one module.
 
     Ranks beyond the adapter's own, up to ``cap``, count as zeros, which changes no bit.
     """
@@ -186,7 +186,6 @@ def term_tile(
     matrix = tl.load(entry + side).to(tl.pointer_type(s.dtype.element_ty))
     inside_K = (column_K >= 0) & (column_K < width)
     owned_N = valid_N & (row_N * 0 + slot >= 0)
-    acc_NK = tl.zeros([row_N.shape[0], column_K.shape[0]], dtype=tl.float32)
     for first in tl.static_range(0, cap, chunk):
         r = first + tl.arange(0, chunk)
         place_NR = row_N[:, None].to(tl.int64) * (cap * modules) + (module * cap + r)[None, :]
@@ -196,22 +195,63 @@ def term_tile(
             pointer_RK = tl.multiple_of(pointer_RK, [16, 16])
         m_RK = tl.load(pointer_RK, mask=(r < rank)[:, None] & inside_K[None, :], other=0.0)
         acc_NK = tl.dot(s_NR, m_RK, acc_NK, input_precision="ieee")
+    return acc_NK
+
+
+@triton.jit
+def term_tile(
+    s, table, slot, module, row_N, valid_N, column_K, width,
+    side: tl.constexpr, modules: tl.constexpr, cap: tl.constexpr, aligned: tl.constexpr,
+):
+    """S·B or dS·A of one module, in the dtype of S."""
+    acc_NK = tl.zeros([row_N.shape[0], column_K.shape[0]], dtype=tl.float32)
+    acc_NK = add_term(acc_NK, s, table, slot, module, row_N, valid_N, column_K, width, side, modules, cap, aligned)
     return acc_NK.to(s.dtype.element_ty)
 
 
 @triton.jit
-def dx_term_tile(
-    s, table, slot, module, row_N, valid_N, column, width, position_N, ordinal, step,
+def dx_tile(
+    s, table, slot, row_N, valid_N, column, width, position_N, ordinal, step,
     dropout: tl.constexpr, modules: tl.constexpr, cap: tl.constexpr, aligned: tl.constexpr, column_tile: tl.constexpr,
 ):
-    """drop(dS·A) of one module, for ``column_tile`` columns from ``column`` on."""
+    """Σ over the modules of drop(dS·A), in the dtype of S, for ``column_tile`` columns from ``column`` on."""
     column_K = column + tl.arange(0, column_tile)
-    tile_NK = term_tile(s, table, slot, module, row_N, valid_N, column_K, width, 0, modules, cap, aligned)
-    if dropout:
-        entry = table + (tl.maximum(slot, 0) * modules + module) * FIELDS
-        if (slot >= 0) & (tl.load(entry + THRESHOLD) > 0):
-            tile_NK = drop(tile_NK, entry, ordinal, step, position_N, column, column_tile)
-    return tile_NK
+    entry = table + tl.maximum(slot, 0) * modules * FIELDS
+    if dropout and is_masked(entry, modules):
+        sum_NK = tl.zeros([row_N.shape[0], column_tile], dtype=tl.float32)
+        for module in range(modules):
+            tile_NK = term_tile(s, table, slot, module, row_N, valid_N, column_K, width, 0, modules, cap, aligned)
+            sum_NK += drop(tile_NK, entry + module * FIELDS, ordinal, step, position_N, column, column_tile).to(tl.float32)
+    else:
+        sum_NK = _sum_of_terms(s, table, slot, row_N, valid_N, column_K, width, modules, cap, aligned)
+    return sum_NK.to(s.dtype.element_ty)
+
+
+@triton.jit
+def _sum_of_terms(
+    s, table, slot, row_N, valid_N, column_K, width,
+    modules: tl.constexpr, cap: tl.constexpr, aligned: tl.constexpr,
+):
+    """Σ dS·A, one module after another; where each has 16 ranks, side by side in one product, which is the same sum."""
+    acc_NK = tl.zeros([row_N.shape[0], column_K.shape[0]], dtype=tl.float32)
+    if cap == 16 and modules > 1:
+        together: tl.constexpr = triton.next_power_of_2(modules) * 16
+        c = tl.arange(0, together)
+        entry_C = table + (tl.maximum(slot, 0) * modules + tl.minimum(c // 16, modules - 1)) * FIELDS
+        valid_C = (c % 16 < tl.load(entry_C + RANK)) & (c < modules * 16) & (c * 0 + slot >= 0)
+        matrix_C = tl.load(entry_C + A).to(tl.pointer_type(s.dtype.element_ty))
+        place_NC = row_N[:, None].to(tl.int64) * (16 * modules) + c[None, :]
+        owned_N = valid_N & (row_N * 0 + slot >= 0)
+        s_NC = tl.load(s + place_NC, mask=owned_N[:, None] & (c < modules * 16)[None, :], other=0.0)
+        pointer_CK = matrix_C[:, None] + (c % 16)[:, None] * width + column_K[None, :]
+        if aligned:
+            pointer_CK = tl.multiple_of(pointer_CK, [16, 16])
+        m_CK = tl.load(pointer_CK, mask=valid_C[:, None] & (column_K < width)[None, :], other=0.0)
+        acc_NK = tl.dot(s_NC, m_CK, acc_NK, input_precision="ieee")
+    else:
+        for module in tl.static_range(modules):
+            acc_NK = add_term(acc_NK, s, table, slot, module, row_N, valid_N, column_K, width, 0, modules, cap, aligned)
+    return acc_NK
 
 
 @triton.jit
@@ -402,11 +442,11 @@ def _expand_kernel(
     pointer_NK = out + row_N[:, None].to(tl.int64) * stride + column_K[None, :]
     valid_NK = valid_N[:, None] & (column_K < columns)[None, :]
     out_NK = tl.load(pointer_NK, mask=valid_NK, other=0.0).to(tl.float32)
-    for module in tl.static_range(modules):
-        if side == 0:
-            out_NK += dx_term_tile(s, table, slot, module, row_N, valid_N, column, columns, position_N, ordinal, step,
-                                   dropout, modules, cap, aligned, column_tile).to(tl.float32)
-        else:
+    if side == 0:
+        out_NK += dx_tile(s, table, slot, row_N, valid_N, column, columns, position_N, ordinal, step,
+                          dropout, modules, cap, aligned, column_tile).to(tl.float32)
+    else:
+        for module in tl.static_range(modules):
             entry = table + (slot * modules + module) * FIELDS
             begin = multiple(tl.load(entry + COLUMN), aligned)
             width = multiple(tl.load(entry + WIDTH), aligned)
