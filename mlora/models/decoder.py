@@ -48,6 +48,21 @@ class Packed:
     cos_TE: torch.Tensor
     sin_TE: torch.Tensor
 
+    @property
+    def kind(self) -> tuple[object, ...]:
+        """Microbatches of one kind differ in what these tensors hold."""
+        return self.routing.kind
+
+    def clone(self) -> Packed:
+        """The same in other memory."""
+        return Packed(self.routing.clone(), self.cos_TE.clone(), self.sin_TE.clone())
+
+    def copy_(self, other: Packed) -> None:
+        """Take over what another of the same kind holds."""
+        self.routing.copy_(other.routing)
+        self.cos_TE.copy_(other.cos_TE)
+        self.sin_TE.copy_(other.sin_TE)
+
 
 @dataclass(frozen=True, kw_only=True)
 class _LayerKept:

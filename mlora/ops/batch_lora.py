@@ -75,6 +75,7 @@ class LinearBank:
         self.modules = modules
         self.groups: dict[int, LoraGroup] = {}
         self._table: torch.Tensor | None = None
+        self._stale = True
         self._changed()
 
     def put(self, slot: int, group: LoraGroup) -> None:
@@ -89,16 +90,24 @@ class LinearBank:
     def table(self, device: torch.device) -> torch.Tensor:
         """int64 [slots, modules, FIELDS] for kernels; its fields stand in mlora.ops.kernels.lora."""
         if self._table is None:
-            slots = max([_LEAST_SLOTS, *(1 + slot for slot in self.groups)])
+            self._table = torch.zeros(_LEAST_SLOTS, self.modules, 12, dtype=torch.int64, device=device)
+        if self._stale:
+            slots = max([len(self._table), *(1 + slot for slot in self.groups)])
             table = torch.zeros(slots, self.modules, 12, dtype=torch.int64)
             for slot, group in self.groups.items():
                 for part in group.parts:
                     table[slot, part.index] = torch.tensor(_entry(group, part))
-            self._table = table.to(device)
+            # in place where it fits: graphs go on reading it there
+            self._table = self._table.copy_(table) if slots == len(self._table) else table.to(device)
+            self._stale = False
         return self._table
 
+    def layout(self, device: torch.device) -> tuple[object, ...]:
+        """What kernels are compiled and launched for."""
+        return self.rank_cap, self.aligned, self.has_dropout, bool(self.groups), self.table(device).data_ptr()
+
     def _changed(self) -> None:
-        self._table = None
+        self._stale = True
         parts = [part for group in self.groups.values() for part in group.parts]
         self.rank_cap = _rank_cap(max((part.ranks.stop - part.ranks.start for part in parts), default=0))
         places = [x for part in parts for x in (part.columns.start, part.columns.stop)]

@@ -5,7 +5,8 @@ It travels with the microbatch and is never kept on a module: with several in fl
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -15,6 +16,7 @@ from mlora.types import Microbatch, SampleRef, Segment, padded
 ROW_TILE, NARROW_TILE = 64, 16  # rows of one program
 SAMPLE_FIELDS = 5  # slot, first row, length, ordinal, step
 NOBODY = -1  # the slot of padding rows
+_TABLES = ("positions_T", "samples", "starts", "lengths", "spans", "row_tiles", "narrow_tiles")
 _CAPACITY = 16  # tables are padded to a multiple, so that shapes repeat
 
 
@@ -28,6 +30,7 @@ class Routing:
         samples: int32 [5, S]: slot, first row, length, ordinal, step; then the padding rows as one of NOBODY, then empty.
         starts, lengths: int32 [S], rows 1 and 2 of ``samples`` with 0 for the padding.
         spans: int32 [G, 3]: slot, first sample and number of samples of each segment; empty ones at the end.
+        flat, shapes: all tables one after another in one tensor, and their shapes.
         row_tiles, narrow_tiles: int32 [N, 8]: slot, first row, rows that are left of the sample, offset in it, ordinal,
             step, two unused, of each tile of ROW_TILE or NARROW_TILE rows.
     """
@@ -43,6 +46,8 @@ class Routing:
     spans: torch.Tensor
     row_tiles: torch.Tensor
     narrow_tiles: torch.Tensor
+    flat: torch.Tensor
+    shapes: tuple[torch.Size, ...]
 
     @property
     def adapted(self) -> bool:
@@ -51,7 +56,22 @@ class Routing:
 
     @property
     def longest(self) -> int:
-        return max(self.sample_lengths, default=1)
+        """At least the longest sample's rows; few different ones, since kernels are launched for it."""
+        return padded(max(self.sample_lengths, default=1), 128)
+
+    @property
+    def kind(self) -> tuple[object, ...]:
+        """What kernels are launched for; microbatches of one kind differ in what the tables hold."""
+        return self.shapes, self.longest, self.adapted, self.dropout
+
+    def clone(self) -> Routing:
+        """The same tables in other memory."""
+        flat = self.flat.clone()
+        return replace(self, flat=flat, **_tables(flat, self.shapes))
+
+    def copy_(self, other: Routing) -> None:
+        """Take over the tables of a microbatch of the same kind."""
+        self.flat.copy_(other.flat)
 
     def sample_rows(self) -> list[tuple[Segment, SampleRef, slice]]:
         """Every sample with its segment and its rows, in row order."""
@@ -72,20 +92,23 @@ def route(microbatch: Microbatch, device: torch.device, dropout: bool = True) ->
     positions[microbatch.tokens :] = 0
     parts = [positions, samples, starts, lengths, spans, _tiles(samples, ROW_TILE), _tiles(samples, NARROW_TILE)]
     flat = sent(torch.cat([part.reshape(-1) for part in parts]), device)
-    views = [flat_part.view(part.shape) for flat_part, part in zip(_split(flat, parts), parts, strict=True)]
+    shapes = tuple(part.shape for part in parts)
     return Routing(
         segments=microbatch.segments,
         rows=microbatch.rows,
         sample_lengths=microbatch.sample_lengths(),
-        positions_T=views[0].long(),
         dropout=dropout,
-        samples=views[1],
-        starts=views[2],
-        lengths=views[3],
-        spans=views[4],
-        row_tiles=views[5],
-        narrow_tiles=views[6],
+        flat=flat,
+        shapes=shapes,
+        **_tables(flat, shapes),
     )
+
+
+def _tables(flat: torch.Tensor, shapes: tuple[torch.Size, ...]) -> dict[str, Any]:
+    """Views of the tables by name; each starts at a multiple of 16 bytes, as kernels like it."""
+    parts = flat.split([shape.numel() for shape in shapes])
+    views = dict(zip(_TABLES, (part.view(shape) for part, shape in zip(parts, shapes, strict=True)), strict=True))
+    return views | {"positions_T": views["positions_T"].long()}
 
 
 def _samples(microbatch: Microbatch) -> torch.Tensor:
@@ -117,7 +140,3 @@ def _tiles(samples: torch.Tensor, tile: int) -> torch.Tensor:
     fields = [slot[owner], first[owner] + offset, length[owner] - offset, offset, ordinal[owner], step[owner]]
     tiles = torch.stack([*fields, torch.zeros_like(offset), torch.zeros_like(offset)], dim=1)
     return torch.nn.functional.pad(tiles, (0, 0, 0, padded(len(tiles), _CAPACITY) - len(tiles)))
-
-
-def _split(flat: torch.Tensor, parts: list[torch.Tensor]) -> list[torch.Tensor]:
-    return list(flat.split([part.numel() for part in parts]))

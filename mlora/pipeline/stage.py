@@ -21,6 +21,8 @@ from mlora.ops.cross_entropy import CHUNK_ROWS, linear_cross_entropy
 from mlora.ops.devices import Fetched, sent
 from mlora.ops.exact import exact_sum
 from mlora.ops.routing import NOBODY
+from mlora.pipeline.graphs import MOST_ROWS, Graphs
+from mlora.pipeline.graphs import Flight as GraphFlight
 from mlora.types import IGNORE, MERGED_LINEARS, ROW_MULTIPLE, Microbatch, Segment, StepDecision, padded
 
 Banks = Mapping[int, Mapping[str, LinearBank]]  # layer -> merged linear -> matrices by slot
@@ -94,6 +96,7 @@ class Stage:
         self._losses: dict[int, list[torch.Tensor]] = {}
         self._flights: dict[int, _Flight] = {}
         self._closing: dict[int, _Closing] = {}
+        self._graphs = Graphs(self._run, model.backward)
 
     def join(self, slot: int, state: AdapterState) -> None:
         """Put an adapter into a free slot."""
@@ -118,7 +121,7 @@ class Stage:
         model, microbatch = self.model, batch.microbatch
         targets = _targets(batch) if model.is_last else None
         x_TD = model.embed(batch.input_ids_T) if x_TD is None else x_TD
-        out_TD, kept = model.forward(x_TD, model.pack(microbatch), self._banks, self._recompute)
+        out_TD, kept = self._forward(x_TD, model.pack(microbatch))
         dout_TD = self._loss(batch, out_TD, *targets) if targets else None
         self._flights[microbatch.index] = _Flight(microbatch.segments, kept, dout_TD)
         return None if model.is_last else out_TD
@@ -129,7 +132,10 @@ class Stage:
         flight = self._flights.pop(index)
         dout_TD = flight.dout_TD if dout_TD is None else dout_TD
         assert dout_TD is not None
-        dx_TD = self.model.backward(flight.kept, dout_TD)
+        if isinstance(flight.kept, GraphFlight):
+            dx_TD = self._graphs.backward(flight.kept, dout_TD)
+        else:
+            dx_TD = self.model.backward(flight.kept, dout_TD)
         for segment in flight.segments:
             if segment.ends_step and segment.slot != NOBODY:
                 self._closing[segment.slot] = self._close(segment.slot)
@@ -145,7 +151,9 @@ class Stage:
 
     def forget(self, index: int) -> None:
         """Drop what is kept of microbatch ``index``, which could not be computed here or on another stage."""
-        self._flights.pop(index, None)
+        flight = self._flights.pop(index, None)
+        if flight and isinstance(flight.kept, GraphFlight):
+            self._graphs.forget(flight.kept)
 
     def reset(self, slot: int) -> None:
         """Drop the slot's unfinished step: gradients and losses."""
@@ -164,6 +172,15 @@ class Stage:
             self._optimizers[slot].skip()
         else:
             self._optimizers[slot].step(decision.learning_rate, decision.coefficient)
+
+    def _forward(self, x_TD: torch.Tensor, packed: Any) -> tuple[torch.Tensor, Any]:
+        if x_TD.is_cuda and len(x_TD) <= MOST_ROWS:
+            banks = [bank for banks in self._banks.values() for bank in banks.values()]
+            return self._graphs.forward(x_TD, packed, tuple(bank.layout(x_TD.device) for bank in banks))
+        return self._run(x_TD, packed)
+
+    def _run(self, x_TD: torch.Tensor, packed: Any) -> tuple[torch.Tensor, Any]:
+        return self.model.forward(x_TD, packed, self._banks, self._recompute)
 
     def _close(self, slot: int) -> _Closing:
         losses, self._losses[slot] = self._losses[slot], []

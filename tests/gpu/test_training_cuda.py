@@ -1,4 +1,7 @@
-"""Invariants 2, 3 and 5 on a GPU, bit for bit, for the shapes listed here: tiny models and SmolLM2's shape."""
+"""Invariants 2, 3 and 5 on a GPU, bit for bit, for the shapes listed here: a tiny model, SmolLM2's widths, Llama-8B's.
+
+Select one with -k, as in -k "smollm2 and bfloat16".
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from mlora.pipeline import stage
 from tests.cpu.runs import outcome, run, write_rows
 from tests.cpu.tiny import save_tiny
 from tests.multiproc.test_training import assert_same
@@ -26,10 +30,24 @@ SHAPES = {
         "num_key_value_heads": 3,
         "num_hidden_layers": 4,
     },
+    "llama8b": {
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "num_hidden_layers": 4,
+    },
 }
+CASES = [
+    ("tiny", "bfloat16"),
+    ("tiny", "float32"),
+    ("smollm2", "bfloat16"),
+    ("smollm2", "float32"),
+    ("llama8b", "bfloat16"),
+]
 
 
-@pytest.fixture(scope="module", params=[(s, d) for s in SHAPES for d in ("bfloat16", "float32")], ids=str)
+@pytest.fixture(scope="module", params=CASES, ids="-".join)
 def case(request, tmp_path_factory):
     shape, dtype = request.param
     folder = tmp_path_factory.mktemp(shape)
@@ -51,6 +69,15 @@ def test_company_cuts_and_recompute_change_no_bit(case, tmp_path, cap):
     shared = run(tmp_path / "run", model, adapters, dtype=dtype, microbatch_tokens=cap, recompute=cap == 700)
     assert not alone.differences(outcome(shared, "a"))
     assert alone.losses[-1] < alone.losses[1]
+
+
+@pytest.mark.parametrize("cap", [700, 2500])
+def test_graphs_change_no_bit(case, tmp_path, cap, monkeypatch):
+    """With 2500 rows some microbatches are above the limit and some below."""
+    model, adapters, dtype, alone, _ = case
+    monkeypatch.setattr(stage, "MOST_ROWS", 0)
+    eager = run(tmp_path / "run", model, adapters, dtype=dtype, microbatch_tokens=cap)
+    assert not alone.differences(outcome(eager, "a"))
 
 
 @pytest.mark.parametrize("stages", [2, 4])

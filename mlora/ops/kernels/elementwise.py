@@ -21,6 +21,7 @@ from mlora.ops.routing import NARROW_TILE, ROW_TILE
 _ADD = {"column_tile": 64, "num_warps": 4} | FUSED
 _ROTATE = {"num_warps": 4} | FUSED
 _SWIGLU = {"column_tile": 128, "num_warps": 4} | FUSED
+_SWIGLU_BACKWARD = {"column_tile": 128, "num_warps": 8} | FUSED
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -76,10 +77,10 @@ def rotate(
     turned = heads.query + heads.key_value
     # v needs a pass only where something is added to it or copied
     count = turned + heads.key_value if has_norm or routing.adapted else turned
-    _rotate_kernel[(count, len(routing.row_tiles))](
-        qkv_TC, out_TC, cos_TE, sin_TE, heads.q_norm, heads.k_norm, *arguments(term), routing.row_tiles, heads.eps, heads.query, heads.key_value,
+    _rotate_kernel[(count, len(routing.narrow_tiles))](
+        qkv_TC, out_TC, cos_TE, sin_TE, heads.q_norm, heads.k_norm, *arguments(term), routing.narrow_tiles, heads.eps, heads.query, heads.key_value,
         has_norm=has_norm, cap=cap_of(term), adapted=routing.adapted, aligned=term.bank.aligned and heads.size % 32 == 0, size=heads.size,
-        half=triton.next_power_of_2(heads.size // 2), row_tile=ROW_TILE, **_ROTATE,
+        half=triton.next_power_of_2(heads.size // 2), row_tile=NARROW_TILE, **_ROTATE,
     )  # fmt: skip
     return out_TC, qkv_TC if has_norm else None
 
@@ -110,10 +111,10 @@ def swiglu_backward(
     gate_up: torch.Tensor, dhidden: torch.Tensor, dterm: LoraTerm
 ) -> tuple[torch.Tensor, torch.Tensor]:
     width, routing = gate_up.shape[1] // 2, dterm.routing
-    _swiglu_backward_kernel[(triton.cdiv(width, _SWIGLU["column_tile"]), len(routing.narrow_tiles))](
+    _swiglu_backward_kernel[(triton.cdiv(width, _SWIGLU_BACKWARD["column_tile"]), len(routing.narrow_tiles))](
         gate_up, dhidden, *arguments(dterm), routing.narrow_tiles, width,
         cap=cap_of(dterm), adapted=routing.adapted, dropout=routing.dropout and dterm.bank.has_dropout, aligned=dterm.bank.aligned,
-        row_tile=NARROW_TILE, **_SWIGLU,
+        row_tile=NARROW_TILE, **_SWIGLU_BACKWARD,
     )  # fmt: skip
     return gate_up, dhidden
 
