@@ -77,10 +77,12 @@ class _Graph:
         self.key = key
         self._x_TD, self._packed = x_TD.clone(), packed.clone()
         self._forward_graph, self._backward_graph = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self._forward_graph):
+        # "thread_local": other stages may be threads of this process and go on with their own work
+        with torch.cuda.graph(self._forward_graph, capture_error_mode="thread_local"):
             self._out_TD, kept = forward(self._x_TD, self._packed)
         self._dout_TD = torch.empty_like(self._out_TD)
-        with torch.cuda.graph(self._backward_graph, pool=self._forward_graph.pool()):
+        pool = self._forward_graph.pool()
+        with torch.cuda.graph(self._backward_graph, pool=pool, capture_error_mode="thread_local"):
             self._dx_TD = backward(kept, self._dout_TD)
 
     def run_forward(self, x_TD: torch.Tensor, packed: Any) -> torch.Tensor:

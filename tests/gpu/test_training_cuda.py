@@ -52,7 +52,7 @@ def case(request, tmp_path_factory):
     shape, dtype = request.param
     folder = tmp_path_factory.mktemp(shape)
     model = save_tiny(folder / "model", "llama3.2", **SHAPES[shape])
-    common = {"learning_rate": 1e-2, "max_steps": 6, "warmup_steps": 1}
+    common = {"learning_rate": 1e-3 if shape == "llama8b" else 1e-2, "max_steps": 6, "warmup_steps": 1}
     rows = {name: str(write_rows(folder / f"{name}.jsonl", 30, i, 40)) for i, name in enumerate("abc")}
     adapters = [
         common | {"name": "a", "dataset": rows["a"], "r": 8, "lora_dropout": 0.1, "max_grad_norm": 0.5},
