@@ -20,7 +20,7 @@ demo: $(VENV)/ready ## train three adapters at once on SmolLM2-135M-Instruct and
 	$(BIN)/python examples/demo.py
 
 test: lint ## everything that runs in minutes
-	$(BIN)/python -m pytest tests/pure tests/cpu tests/multiproc tests/e2e -m "not slow"
+	$(BIN)/python -m pytest tests/pure tests/cpu tests/kernels tests/multiproc tests/e2e -m "not slow"
 
 test-all: lint mutants ## every test, the slow ones too
 	$(BIN)/python -m pytest tests

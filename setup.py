@@ -18,6 +18,7 @@ setup(
     packages=find_packages(include=["mlora", "mlora.*"]),
     install_requires=[
         "torch>=2.10",
+        "triton>=3.6; sys_platform == 'linux'",
         "transformers>=5.17",
         "safetensors>=0.5",
         "huggingface_hub>=1.0",

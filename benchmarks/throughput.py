@@ -235,7 +235,7 @@ class Engine:
             Segment(slot, self._slots[slot], 0, place * samples * length, refs, samples * (length - 1), ends_step=True)
             for place, slot in enumerate(slots)
         )
-        rows = row_bucket(self._device)(segments[-1].stop)
+        rows = row_bucket(self._device, choose_dtype("auto", self._device))(segments[-1].stop)
         padding = rows - segments[-1].stop
         own = tokens[list(slots)].view(-1, length)
         targets = torch.nn.functional.pad(own[:, 1:], (0, 1), value=IGNORE)

@@ -8,7 +8,7 @@ from typing import Literal, Protocol
 from mlora.config import AdapterConfig, RunConfig
 from mlora.engine.adapter_run import AdapterRun, StepReport
 from mlora.engine.batches import packed_inputs
-from mlora.engine.device import choose_device, row_bucket
+from mlora.engine.device import choose_device, choose_dtype, row_bucket
 from mlora.pipeline.executor import Entry, Window
 from mlora.pipeline.schedule import Planner
 from mlora.types import Microbatch, Segment, StepDecision, UserError
@@ -40,7 +40,8 @@ class Coordinator:
     ) -> None:
         self._adapters = {adapter.index: adapter for adapter in adapters}
         self._recorder, self._on_step = recorder, on_step
-        bucket = row_bucket(choose_device(config.device))
+        device = choose_device(config.device)
+        bucket = row_bucket(device, choose_dtype(config.dtype, device))
         self._planner = Planner(config.microbatch_tokens, in_flight, bucket(1), bucket)
         self._window = 1 if len(in_flight) == 1 else 4 * in_flight[0]
         self._waiting = list(adapters)

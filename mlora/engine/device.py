@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import torch
 
+from mlora.ops.batch_lora import FLOAT32_ROWS
 from mlora.types import UserError, padded
 
 _LEAST_CUDA_ROWS = 1024
@@ -26,13 +27,18 @@ def choose_dtype(name: str, device: torch.device) -> torch.dtype:
     return getattr(torch, name)
 
 
-def row_bucket(device: torch.device) -> Callable[[int], int]:
+def row_bucket(device: torch.device, dtype: torch.dtype) -> Callable[[int], int]:
     """Rows of a microbatch with its padding, so that no row's product depends on how many others there are.
 
     A CPU's products are then the same for any multiple of 16. cuBLAS changes kernels with the number of rows; for the
-    shapes of an 8B model it did not from 1,024 rows on (one H200, bfloat16).
+    shapes that tests/gpu/test_row_invariance.py lists it did not from 1,024 rows on (one H200, bfloat16). In float32 it
+    does, so products are taken in blocks of as many rows.
     """
-    return padded if device.type == "cpu" else lambda rows: max(_LEAST_CUDA_ROWS, padded(rows, 256))
+    if device.type == "cpu":
+        return padded
+    if dtype == torch.float32:
+        return lambda rows: padded(max(rows, 1), FLOAT32_ROWS)
+    return lambda rows: max(_LEAST_CUDA_ROWS, padded(rows, 256))
 
 
 def prepare_for_nccl() -> None:

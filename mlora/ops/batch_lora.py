@@ -20,7 +20,7 @@ the rotation, SwiGLU), which takes the ``LoraTerm`` as an argument; on a CPU the
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -34,6 +34,7 @@ from mlora.ops.routing import Routing
 from mlora.types import SampleRef, Segment, padded
 
 _TILE = 16  # with fewer rows, or columns that are no multiple, a CPU's product may depend on the number of threads
+FLOAT32_ROWS = 1024  # of one float32 product on CUDA; a microbatch is padded to a multiple
 _LEAST_SLOTS = 64  # of the table that kernels read; it grows when a slot lies beyond
 
 
@@ -135,7 +136,7 @@ def forward(
     x_TD: torch.Tensor, weight_OD: torch.Tensor, bias_O: torch.Tensor | None, bank: LinearBank, routing: Routing
 ) -> tuple[torch.Tensor, LoraTerm]:
     """The merged linear: y [T, O], and S, which is still to be added where it is pending."""
-    y_TO = F.linear(x_TD, weight_OD, bias_O)
+    y_TO = _by_rows(lambda rows_ND: F.linear(rows_ND, weight_OD, bias_O), x_TD)
     if has_kernels(x_TD):
         products = kernels("lora").shrink(x_TD, bank, routing, "A")
         return y_TO, LoraTerm(products=products, bank=bank, routing=routing, through="B", pending=True)
@@ -157,7 +158,7 @@ def backward(dy_TO: torch.Tensor, weight_OD: torch.Tensor, forward_term: LoraTer
     if has_kernels(dy_TO):
         kernels("lora").accumulate(shrunk, dy_TO, bank, routing, "B")
         products = kernels("lora").shrink(dy_TO, bank, routing, "B")
-        dx_TD = dy_TO @ weight_OD
+        dx_TD = _by_rows(lambda rows_NO: rows_NO @ weight_OD, dy_TO)
         return dx_TD, LoraTerm(products=products, bank=bank, routing=routing, through="A", pending=True)
     dx_TD = dy_TO @ weight_OD
     dshrunk = []
@@ -200,6 +201,13 @@ def add_pending(y_TO: torch.Tensor, term: LoraTerm | None) -> torch.Tensor:
                 update_ND = s_NR @ group.a_RD[part.ranks]
                 out_TO[rows] += _drop(update_ND, group, part, segment, sample) if term.routing.dropout else update_ND
     return out_TO
+
+
+def _by_rows(product: Callable[[torch.Tensor], torch.Tensor], x_TD: torch.Tensor) -> torch.Tensor:
+    """The product, where cuBLAS would choose another float32 kernel for another number of rows in equal blocks."""
+    if x_TD.is_cuda and x_TD.dtype == torch.float32:
+        return torch.cat([product(rows_ND) for rows_ND in x_TD.split(FLOAT32_ROWS)])
+    return product(x_TD)
 
 
 def _rank_cap(rank: int) -> int:

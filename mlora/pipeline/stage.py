@@ -25,6 +25,8 @@ from mlora.pipeline.graphs import MOST_ROWS, Graphs
 from mlora.pipeline.graphs import Flight as GraphFlight
 from mlora.types import IGNORE, MERGED_LINEARS, ROW_MULTIPLE, Microbatch, Segment, StepDecision, padded
 
+_FLOAT16_SCALE = 2.0**12  # float16 gradients of one token in thousands would vanish; a power of two is taken out exactly
+
 Banks = Mapping[int, Mapping[str, LinearBank]]  # layer -> merged linear -> matrices by slot
 
 
@@ -97,6 +99,7 @@ class Stage:
         self._flights: dict[int, _Flight] = {}
         self._closing: dict[int, _Closing] = {}
         self._graphs = Graphs(self._run, model.backward)
+        self._scale = _FLOAT16_SCALE if model.dtype == torch.float16 else 1.0
 
     def join(self, slot: int, state: AdapterState) -> None:
         """Put an adapter into a free slot."""
@@ -119,7 +122,7 @@ class Stage:
     def forward(self, batch: Batch, x_TD: torch.Tensor | None = None) -> torch.Tensor | None:
         """F: the rows that go to the next stage; None on the last, which forms loss and its gradient at once."""
         model, microbatch = self.model, batch.microbatch
-        targets = _targets(batch) if model.is_last else None
+        targets = _targets(batch, self._scale) if model.is_last else None
         x_TD = model.embed(batch.input_ids_T) if x_TD is None else x_TD
         out_TD, kept = self._forward(x_TD, model.pack(microbatch))
         dout_TD = self._loss(batch, out_TD, *targets) if targets else None
@@ -164,14 +167,15 @@ class Stage:
     def close_step(self, slot: int) -> StepSums:
         """What this stage knows of the slot's step once all its B's are done."""
         closing = self._closing.pop(slot, None) or self._close(slot)  # a poisoned B has closed nothing
-        return StepSums(exact_sum(closing.losses.tolist()), tuple(closing.squares.tolist()))
+        squares = tuple(square / self._scale**2 for square in closing.squares.tolist())
+        return StepSums(exact_sum(closing.losses.tolist()), squares)
 
     def step(self, slot: int, decision: StepDecision) -> None:
         """STEP: update the adapter's weights, or leave weights and moments as they are where the step is skipped."""
         if decision.skip:
             self._optimizers[slot].skip()
         else:
-            self._optimizers[slot].step(decision.learning_rate, decision.coefficient)
+            self._optimizers[slot].step(decision.learning_rate, decision.coefficient / self._scale)
 
     def _forward(self, x_TD: torch.Tensor, packed: Any) -> tuple[torch.Tensor, Any]:
         if x_TD.is_cuda and len(x_TD) <= MOST_ROWS:
@@ -208,11 +212,11 @@ class Stage:
             start += count
 
 
-def _targets(batch: Batch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _targets(batch: Batch, scale: float) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Rows with a target, their labels and weights, padded with weight-0 rows: on a GPU to whole chunks of the head."""
     weights_T = torch.zeros(batch.targets_T.shape[0], dtype=torch.float64)
     for segment in batch.microbatch.segments:
-        weights_T[segment.start : segment.stop] = 1 / segment.target_tokens
+        weights_T[segment.start : segment.stop] = scale / segment.target_tokens
     rows_N = (batch.targets_T != IGNORE).nonzero()[:, 0]
     device = batch.input_ids_T.device
     extra = padded(len(rows_N), ROW_MULTIPLE if device.type == "cpu" else CHUNK_ROWS) - len(rows_N)

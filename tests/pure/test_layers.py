@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[2]
 ROWS = (  # lowest first
     ("mlora.types",),
     ("mlora.config",),
-    ("mlora.ops", "mlora.pipeline.transport", "mlora.pipeline.schedule"),
+    ("mlora.ops", "mlora.pipeline.transport", "mlora.pipeline.schedule", "mlora.pipeline.graphs"),
     ("mlora.adapters",),
     ("mlora.pipeline.stage",),
     ("mlora.checkpoint", "mlora.data", "mlora.tasks", "mlora.models", "mlora.pipeline.executor"),
