@@ -42,7 +42,7 @@ def prepare(config: RunConfig, stages: int) -> Prepared:
     layers = layer_counts(spec, stages, config.pipeline.layers)
     Checkpoint(folder, spec)
     tokenizer = load_tokenizer(folder, spec.vocab_size)
-    adapters = [_prepare_adapter(i, adapter, spec, tokenizer) for i, adapter in enumerate(config.adapters)]
+    adapters = [prepare_adapter(i, adapter, spec, tokenizer) for i, adapter in enumerate(config.adapters)]
     prepared = Prepared(
         folder=folder,
         spec=spec,
@@ -81,9 +81,10 @@ def cache_folder() -> Path:
     return (Path(base) if base else Path.home() / ".cache") / "mlora"
 
 
-def _prepare_adapter(
+def prepare_adapter(
     index: int, config: AdapterConfig, spec: ModelSpec, tokenizer: PreTrainedTokenizerBase
 ) -> AdapterRun:
+    """Read and check one adapter. Raises UserError."""
     targets = match_targets(config, spec.num_layers)
     length = min(config.max_length, spec.max_positions)
     if length < config.max_length:

@@ -151,6 +151,15 @@ class Stage:
         else:
             self._optimizers[slot].step(decision.learning_rate, decision.coefficient)
 
+    def snapshot(self, slot: int) -> dict[str, torch.Tensor]:
+        """Host copies of the slot's matrices, moments and AdamW's count, see ``Optimizer.snapshot``."""
+        found = self._optimizers[slot].snapshot()
+        return {name: x.detach().to("cpu", copy=True).contiguous() for name, x in found.items()}
+
+    def restore(self, slot: int, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Put a snapshot, perhaps of other stages, into the slot."""
+        self._optimizers[slot].restore(tensors)
+
     def _keep_losses(self, batch: Batch, nll_N: torch.Tensor) -> None:
         start = 0
         for segment in batch.microbatch.segments:

@@ -321,7 +321,8 @@ def test_adding_a_key_is_a_decision():
         return " ".join(field.name for field in dataclasses.fields(cls))
 
     assert keys(RunConfig) == (
-        "base_model adapters output_dir dtype device microbatch_tokens max_active pipeline recompute"
+        "base_model adapters output_dir dtype device microbatch_tokens max_active pipeline recompute "
+        "save_steps save_seconds save_total_limit"
     )
     assert keys(PipelineConfig) == "stages replicas layers in_flight transport"
     assert keys(DatasetConfig) == "path format columns chat_template train_on"
@@ -341,8 +342,11 @@ def test_adding_a_flag_is_a_decision():
         for name, command in commands.choices.items()
     }
     assert flags == {
-        "train": "-h --help config --set --overwrite --nproc",
+        "train": "-h --help config --set --overwrite --resume --allow-changed --nproc",
         "plan": "-h --help config --stages --set --picture",
+        "status": "-h --help run_dir --json",
+        "add": "-h --help run_dir file",
+        "stop": "-h --help run_dir name",
         "verify": "-h --help output_dir",
         "env": "-h --help",
     }
