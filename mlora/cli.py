@@ -78,16 +78,20 @@ def _parser() -> argparse.ArgumentParser:
 def _train(arguments: argparse.Namespace) -> int:
     if arguments.nproc is not None:
         return _train_in_processes(arguments)
-    results = mlora.train(
-        arguments.config,
-        overrides=arguments.set,
-        overwrite=arguments.overwrite,
-        resume=arguments.resume,
-        allow_changed=arguments.allow_changed,
-    )
-    if results.failed:
-        from mlora.pipeline.transport.liveness import tell_launcher
+    from mlora.pipeline.transport.liveness import tell_launcher
 
+    try:
+        results = mlora.train(
+            arguments.config,
+            overrides=arguments.set,
+            overwrite=arguments.overwrite,
+            resume=arguments.resume,
+            allow_changed=arguments.allow_changed,
+        )
+    except Interrupted as stopped:
+        tell_launcher(str(stopped))
+        raise
+    if results.failed:
         tell_launcher(f"failed: {', '.join(results.failed)}")
         print(f"mlora: failed: {', '.join(results.failed)}", file=sys.stderr)
         return _FAILED
@@ -117,7 +121,9 @@ def _train_in_processes(arguments: argparse.Namespace) -> int:
         rank, first = error.get_first_failure()
         print(f"mlora: {_reason(rank, first)}", file=sys.stderr)
         own = [failure.exitcode for failure in error.failures.values() if 0 < failure.exitcode < 128]
-        return max(own) if own else 128 - first.exitcode  # the launcher ends the others by a signal
+        if own:
+            return max(own)
+        return first.exitcode if first.exitcode > 0 else 128 - first.exitcode  # ended by a signal, or as if by one
     return _OK
 
 
