@@ -28,7 +28,8 @@ def check_output(config: RunConfig, overwrite: bool, resume: bool = False) -> No
     if not folder.is_dir():
         raise UserError(f"output_dir: {folder} is a file; give a folder")
     ours = (*_OURS, *map(_previous, _REPLACED))
-    foreign = [path for path in sorted(folder.iterdir()) if path.name not in ours and path.suffix != ".partial"]
+    here = sorted(folder.iterdir())
+    foreign = [path for path in here if (path.name not in ours and path.suffix != ".partial") or path.is_symlink()]
     foreign += [path for name in (ADAPTERS, _previous(ADAPTERS)) for path in _not_exported(folder / name)]
     foreign += [path for name in (CHECKPOINTS, _previous(CHECKPOINTS)) for path in _not_saved(folder / name)]
     if foreign:

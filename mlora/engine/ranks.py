@@ -29,6 +29,8 @@ from mlora.pipeline.transport.liveness import Liveness
 from mlora.pipeline.transport.local import local_controls, local_transports
 from mlora.types import UserError
 
+_ECHO_S = 3.0  # within which a launcher passes a signal on
+
 
 def train_in_threads(leader: Leader) -> Results:
     """All stages in this process, on one device: stage 0 in this thread, each other stage in its own."""
@@ -65,7 +67,9 @@ def train_in_processes(world: World, lead: Callable[[int], Leader], on_step: OnS
     requests = Requests()
     with (
         Liveness(store, world.rank, world.size) as watch,
-        StopSignals(lambda number: _ask_all(requests, watch, stop(number)), watch.has_failed, watch.leave_word),
+        StopSignals(
+            lambda number: _ask_all(requests, watch, stop(number)), _ECHO_S, watch.has_failed, watch.leave_word
+        ),
     ):
         watch.on_asked(requests.ask)
         control = distributed_control(store, world.rank, world.size)

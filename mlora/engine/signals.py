@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable
 from types import TracebackType
 
@@ -22,6 +23,8 @@ class StopSignals:
 
     Args:
         ask: called, in that thread, with the number of the first signal.
+        echo_s: what comes so soon behind the first is the same wish: Slurm signals torchrun and the ranks, and torchrun
+            passes it on to the ranks.
         hopeless: whether nothing is left to be saved, since another rank has failed; then the process ends at once.
         farewell: called with a reason before the process ends without having stopped.
     """
@@ -29,10 +32,11 @@ class StopSignals:
     def __init__(
         self,
         ask: Callable[[int], None],
+        echo_s: float = 0.0,
         hopeless: Callable[[], bool] = lambda: False,
         farewell: Callable[[str], None] = lambda reason: None,
     ) -> None:
-        self._ask, self._hopeless, self._farewell = ask, hopeless, farewell
+        self._ask, self._echo_s, self._hopeless, self._farewell = ask, echo_s, hopeless, farewell
         self._left = threading.Event()
         self._before: dict[signal.Signals, signal._HANDLER] = {}
 
@@ -61,17 +65,19 @@ class StopSignals:
 
     def _listen(self) -> None:
         """One byte for each signal, none when the pipe is closed."""
-        first = True
+        first: float | None = None
         while data := os.read(self._reading, 1):
             number = data[0]
             if number not in self._before:
                 continue
-            if not first:
+            if first is not None and time.monotonic() - first > self._echo_s:
                 _end(number, "a second signal")
             if self._hopeless():
                 self._farewell(f"ended by {signal.Signals(number).name}; what its launcher shows on that host says why")
                 _end(number)
-            first = False
+            if first is not None:
+                continue
+            first = time.monotonic()
             self._ask(number)
             threading.Thread(target=self._limit, args=(number,), name="limit", daemon=True).start()
         os.close(self._reading)

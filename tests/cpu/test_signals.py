@@ -153,3 +153,22 @@ def test_a_caller_in_python_gets_an_interrupt(tmp_path, tree):
         )
     assert isinstance(caught.value, KeyboardInterrupt) and caught.value.signal == signal.SIGINT
     assert versions(tmp_path / "run/checkpoints/a")
+
+
+ECHO = """
+from mlora.engine import ranks
+class Launched(ranks.StopSignals):
+    def __init__(self, ask):
+        super().__init__(ask, echo_s=600)
+ranks.StopSignals = Launched
+"""
+
+
+def test_what_a_launcher_passes_on_is_not_a_second_signal(tmp_path, tree):
+    process = started(write(tree, tmp_path / "run"), ECHO)
+    wait_for(process, "a  step  20/")
+    for _ in range(3):
+        process.send_signal(signal.SIGTERM)
+    _, err = process.communicate(timeout=30)
+    assert process.returncode == 128 + signal.SIGTERM
+    assert err.splitlines()[-1] == "mlora: interrupted; --resume auto goes on from the checkpoints"
