@@ -149,10 +149,6 @@ TOP_BAD = {
     "defaults name": ({"defaults": {"name": "x"}}, "defaults.name: every adapter has its own name"),
     "defaults unknown": ({"defaults": {"rr": 1}}, "defaults.rr: unknown key"),
     "defaults refused": ({"defaults": {"use_dora": True}}, "defaults.use_dora: True is not supported: DoRA"),
-    "output_dir": (
-        {"output_dir": "runs/../../x"},
-        "runs/../../x leads out of the configuration's folder; write an absol",
-    ),
     "save_steps": ({"save_steps": 0}, "save_steps: 0 is not a positive number"),
     "save_seconds": ({"save_seconds": 0}, "save_seconds: 0 is not a positive number of seconds"),
     "save_total_limit": ({"save_total_limit": 0}, "save_total_limit: 0 is not a positive number"),
