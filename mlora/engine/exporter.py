@@ -134,7 +134,7 @@ class Exporter:
             return
         self.written += 1
         size = sum(tensor.nbytes for tensor in whole.values())
-        cost = "" if record.state != "training" else f"; a crash costs {self._cadence} of its work at most"
+        cost = "" if record.state != "training" else f"; a crash costs up to {self._cadence} of its work and a step"
         took = f"{size:,} bytes in {time.monotonic() - start:.2f} s"
         print(f"{name}  checkpoint of step {record.step}: {took}{cost}", flush=True)
 

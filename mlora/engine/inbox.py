@@ -86,6 +86,8 @@ class Inbox:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         self._over.set()
         self._thread.join()
+        for path in self._inbox.glob("stop-*"):
+            self._end(path, path.name.removeprefix("stop-"))
         if error is None:
             for path in self._inbox.glob("add-*.json"):
                 self._refuse(path, "the run had ended")

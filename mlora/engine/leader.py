@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
@@ -26,7 +26,8 @@ from mlora.engine.requests import Requests
 from mlora.engine.results import AdapterResult, Results
 from mlora.engine.start import Start
 from mlora.engine.status import Status
-from mlora.engine.worker import Job, model_digest
+from mlora.engine.worker import Job, Worker, model_digest
+from mlora.pipeline.executor import Window
 from mlora.pipeline.schedule import Timed, chrome_trace, svg
 from mlora.pipeline.transport.base import Transport
 from mlora.pipeline.transport.control import Control
@@ -92,25 +93,12 @@ class Leader:
         lock = take_output(config, self._overwrite, self._goes_on)
         self._open(recorder)
         status.write(at_once=True)
-        print(
-            f"checkpoints: an adapter's every {cadence} and at its end; a crash costs no more of its work", flush=True
-        )
+        print(f"checkpoints: every {cadence} and at an adapter's end; a crash costs up to that and a step", flush=True)
         self._export_ended(exporter)
         start = time.monotonic()
         try:
-            with (
-                Inbox(config.output_dir, self._adapters, self._prepare, requests.add, ask),
-                ThreadPoolExecutor(max(1, len(others)), thread_name_prefix="replica") as threads,
-            ):
-                reports = []
-                for replica, share in enumerate(others, 1):
-                    assert world is not None
-                    rank = replica * len(self.job.in_flight)
-                    hand_over(world, rank, share)
-                    reports.append(threads.submit(receive_all, world, rank, self._adapters, recorder, exporter))
-                worker.run(windows)
-                for report in reports:
-                    report.result()
+            with Inbox(config.output_dir, self._adapters, self._prepare, requests.add, ask):
+                self._walk(worker, windows, others, world, recorder, exporter)
             exporter.finish()
         except BaseException:
             exporter.abandon(wait=stages is None)
@@ -130,6 +118,27 @@ class Leader:
         status.write(at_once=True)
         leave_output(config.output_dir, lock, complete=not results.failed and requests.signal is None)
         return results
+
+    def _walk(
+        self,
+        worker: Worker,
+        windows: Iterator[Window],
+        others: Sequence[Sequence[AdapterRun]],
+        world: Control | None,
+        recorder: Recorder,
+        exporter: Exporter,
+    ) -> None:
+        """The stream of the first replica, while a thread for each other one writes what that reports."""
+        with ThreadPoolExecutor(max(1, len(others)), thread_name_prefix="replica") as threads:
+            reports = []
+            for replica, share in enumerate(others, 1):
+                assert world is not None
+                rank = replica * len(self.job.in_flight)
+                hand_over(world, rank, share)
+                reports.append(threads.submit(receive_all, world, rank, self._adapters, recorder, exporter))
+            worker.run(windows)
+            for report in reports:
+                report.result()
 
     def _exporter(self, collector: Collector, cadence: Cadence, recorder: Recorder, status: Status) -> Exporter:
         return Exporter(

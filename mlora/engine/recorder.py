@@ -47,12 +47,12 @@ class Recorder:
     def step(self, report: StepReport, config: AdapterConfig) -> None:
         """Take a step's numbers; write them when a logging step, the last step or a skipped step is due."""
         self._losses[report.adapter].append(report.loss)
+        self._changed()
         if not _due(report, config):
             return
         entry = self._entry(report)
         self._write(json.dumps(entry) + "\n")
         print(_line(report, entry), flush=True)
-        self._changed()
 
     def failed(self, adapter: str, step: int, reason: str) -> None:
         """An adapter was parked behind ``step``."""

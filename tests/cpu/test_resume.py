@@ -5,11 +5,16 @@ from __future__ import annotations
 import json
 import shutil
 
+import hypothesis.strategies as st
+import numpy as np
 import pytest
+from hypothesis import given, settings
 
 import mlora
 from mlora import UserError
 from mlora.checkpoint.versions import versions
+from mlora.engine.adapter_run import AdapterRun
+from mlora.types import Segment
 from tests.cpu.runs import outcome, write_rows
 from tests.cpu.tiny import save_tiny
 
@@ -230,3 +235,58 @@ def test_no_sound_checkpoint_is_refused(model, adapters, crashed):
         (path / "manifest.json").write_text("{}")
     with pytest.raises(UserError, match=r"checkpoints/a: none of its 2 checkpoints is sound; delete the folder"):
         mlora.train(config(model, adapters, crashed), resume="auto")
+
+
+class Rows:
+    """Lengths and target tokens of some rows; no text."""
+
+    def __init__(self, lengths):
+        self.lengths = np.array(lengths)
+        self.target_tokens = self.lengths - 1
+
+    def __len__(self):
+        return len(self.lengths)
+
+
+def walk(run, steps):
+    """The plans of so many steps; each is closed as the stream would close it."""
+    plans = []
+    for _ in range(steps):
+        plan = run.next_step()
+        plans.append(plan)
+        segment = Segment(0, 0, plan.step, 0, plan.samples, plan.target_tokens, ends_step=True)
+        run.close_step(segment, 2.0 * plan.target_tokens, [1.0])
+    return plans
+
+
+@given(
+    lengths=st.lists(st.integers(2, 30), min_size=1, max_size=20),
+    seed=st.integers(0, 2**62),
+    batch=st.integers(1, 7),
+    cuts=st.lists(st.integers(0, 12), max_size=4),
+    planned_ahead=st.integers(0, 3),
+)
+@settings(max_examples=80, deadline=None)
+def test_the_cursor_goes_on_where_it_was_wherever_it_is_cut(lengths, seed, batch, cuts, planned_ahead):
+    """Steps that were planned but not closed are planned again; order, tokens and rates are those of one walk."""
+    keys = {"name": "a", "dataset": "x", "seed": seed, "per_device_train_batch_size": batch, "max_steps": 12}
+    adapter = mlora.parse_config({"base_model": "m", "adapters": [keys]}).adapters[0]
+
+    def fresh():
+        return AdapterRun(index=0, config=adapter, data=Rows(lengths), targets=(), state="training")
+
+    straight = fresh()
+    plans = walk(straight, 12)
+    run, found = fresh(), []
+    for cut in sorted(cuts):
+        found += walk(run, cut - len(found))
+        for _ in range(planned_ahead):
+            run.next_step()
+        record, run = run.record(), fresh()
+        run.state = "waiting"
+        run.resume(record, {})
+        if run.state == "waiting":
+            run.state = "training"
+    found += walk(run, 12 - len(found))
+    assert found == plans
+    assert run.reports == straight.reports and run.state == straight.state == "ended"

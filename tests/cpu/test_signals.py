@@ -70,8 +70,7 @@ def wait_for(process, text: str) -> None:
     pytest.fail(f"{text!r} was not printed: {process.stderr.read()}")
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-@pytest.mark.parametrize("stages", [1, 3])
+@pytest.mark.parametrize("number, stages", [(signal.SIGINT, 1), (signal.SIGTERM, 3)])
 def test_the_first_signal_saves_and_ends_and_nothing_is_lost(tmp_path, tree, alone, number, stages):
     tree = tree | {"pipeline": {"stages": stages, "transport": "local"}}
     folder = tmp_path / "run"

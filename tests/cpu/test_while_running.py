@@ -100,7 +100,7 @@ def test_add_and_stop_change_no_bit_of_anybody(tmp_path, model, adapters, stages
     stopped = results.adapters["a"]
     assert stopped.state == "ended" and stopped.folder is not None
     assert stopped.reason == f"by mlora stop after step {len(stopped.reports)}"
-    assert list((folder / "inbox").iterdir()) == [] or [p.name for p in (folder / "inbox").iterdir()] == ["stop-a"]
+    assert list((folder / "inbox").iterdir()) == []
     again = mlora.train(config(model, endless, folder), resume="auto", on_step=lambda report: pytest.fail("trained"))
     assert {name: result.state for name, result in again.adapters.items()} == dict.fromkeys("acb", "ended")
 

@@ -91,7 +91,7 @@ def test_sigterm_after_a_peers_failure_means_now(config, tmp_path):
 
 
 def test_replicas_save_and_go_on(config, undisturbed, tmp_path):
-    """Two pipelines of one stage, stopped by the launcher's signal, go on as one pipeline of two."""
+    """Two pipelines of one stage, stopped by the launcher's signal, go on as such, and what had ended is there too."""
     with started(config | {"pipeline": {"replicas": 2}}, tmp_path / "run", "--nproc", "2") as run:
         run.wait_for_metrics()
         run.process.send_signal(signal.SIGTERM)
@@ -100,6 +100,7 @@ def test_replicas_save_and_go_on(config, undisturbed, tmp_path):
         shown["checkpoint"]["step"] for shown in read_status(run.folder)["adapters"].values() if shown["checkpoint"]
     ]
     assert steps and max(steps) < 60
-    finished = train(config, run.folder, "--nproc", "2", "--resume", "auto")
-    assert finished.returncode == 0, finished.stdout + finished.stderr
-    assert_same(undisturbed, run.folder)
+    for _ in range(2):
+        finished = train(config, run.folder, "--nproc", "2", "--resume", "auto", replicas=2)
+        assert finished.returncode == 0, finished.stdout + finished.stderr
+        assert_same(undisturbed, run.folder)
