@@ -149,7 +149,7 @@ def _check_shapes(version: Version, adapter: AdapterRun, spec: ModelSpec) -> Non
 def _changes(version: Version, adapter: AdapterRun, base: Mapping[str, Any]) -> list[str]:
     """What differs from when the checkpoint was written and decides about bits."""
     was, now = version.manifest, adapter.config.plain()
-    keys = _changed_keys(was.config, adapter.config, [key for key in now if key not in _FREE])
+    keys = _changed_keys(was.config, adapter.config, [key for key in now if key not in _FREE + _FIXED])
     place = f"adapters[{adapter.config.name}]"
     found = [f"{place}.{key} is {now[key]!r} and was {was.config.get(key)!r}" for key in keys]
     if was.data != adapter.data.digest:

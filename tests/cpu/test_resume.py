@@ -14,7 +14,7 @@ import mlora
 from mlora import UserError
 from mlora.checkpoint.versions import versions
 from mlora.engine.adapter_run import AdapterRun
-from mlora.types import Segment
+from mlora.types import LINEAR_MODULES, Segment
 from tests.cpu.runs import outcome, write_rows
 from tests.cpu.tiny import save_tiny
 
@@ -178,7 +178,8 @@ def test_changed_data_is_named_and_another_path_or_logging_is_not(tmp_path, mode
     with pytest.raises(UserError, match=r"adapters\[a\].dataset: .*other.jsonl gives other tokens than it did"):
         mlora.train(config(model, [adapters[0] | {"dataset": other}], crashed), resume="auto")
     same = str(shutil.copy(adapters[0]["dataset"], tmp_path / "same.jsonl"))
-    results = mlora.train(config(model, [adapters[0] | {"dataset": same, "logging_steps": 1}], crashed), resume="auto")
+    spelled = {"dataset": same, "logging_steps": 1, "target_modules": list(LINEAR_MODULES)}
+    results = mlora.train(config(model, [adapters[0] | spelled], crashed), resume="auto")
     assert not undisturbed[0]["a"].differences(outcome(results, "a"))
 
 
