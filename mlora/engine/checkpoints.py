@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -62,7 +62,9 @@ class Resume:
     folder: Path
     allow_changed: bool
 
-    def apply(self, adapters: Sequence[AdapterRun], spec: ModelSpec, base: Mapping[str, Any]) -> None:
+    def apply(
+        self, adapters: Sequence[AdapterRun], parked: Collection[str], spec: ModelSpec, base: Mapping[str, Any]
+    ) -> None:
         """Put every adapter where its newest sound checkpoint was; those without one begin at their first step.
 
         Raises UserError that names all keys whose change would give other bits, unless they may change; and always
@@ -85,7 +87,7 @@ class Resume:
                 f"{'; '.join(changes)}: the result would be another than without the interruption; write it back, or "
                 "--allow-changed to go on like this"
             )
-        names = {adapter.config.name for adapter in adapters}
+        names = {adapter.config.name for adapter in adapters} | set(parked)
         for path in sorted(self.folder.iterdir()) if self.folder.is_dir() else ():
             if path.name not in names:
                 _tell(f"{path.name}: is not in the configuration any more; its checkpoints stay in {path}")

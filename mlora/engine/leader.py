@@ -24,7 +24,7 @@ from mlora.engine.recorder import Recorder, print_table
 from mlora.engine.replicas import deal, first_stage, hand_over, receive_all
 from mlora.engine.requests import Requests
 from mlora.engine.results import AdapterResult, Results
-from mlora.engine.start import Start
+from mlora.engine.start import Start, saved_adapters
 from mlora.engine.status import Status
 from mlora.engine.worker import Job, Worker, model_digest
 from mlora.pipeline.executor import Window
@@ -53,7 +53,8 @@ class Leader:
         if config.pipeline.transport == "nccl" and choose_device(config.device).type == "cpu":
             raise UserError("pipeline.transport: nccl needs CUDA devices, and there are none here; write auto or gloo")
         stages, replicas = config.pipeline.shape(world_size)
-        self._prepared = prepare(config, stages)
+        saved = saved_adapters(self._source / CHECKPOINTS) if self._source is not None else ()
+        self._prepared = prepare(config, stages, saved)
         self._adapters = self._prepared.adapters
         self.job = Job(
             config=config,
@@ -66,7 +67,9 @@ class Leader:
         spec = self._prepared.spec
         self._base = base_facts(spec, self.job.model_digest, self.job.dtype, choose_device(config.device))
         if self._source is not None:
-            Resume(self._source / CHECKPOINTS, start.allow_changed).apply(self._adapters, spec, self._base)
+            Resume(self._source / CHECKPOINTS, start.allow_changed).apply(
+                self._adapters, self._prepared.parked, spec, self._base
+            )
 
     def run(
         self,
@@ -84,7 +87,7 @@ class Leader:
         """
         config, cadence = self._config, Cadence(self._config)
         own, *others = deal([adapter for adapter in self._adapters if adapter.state == "waiting"], self.job.replicas)
-        status = Status(config.output_dir, self._adapters)
+        status = Status(config.output_dir, self._adapters, self._prepared.parked)
         recorder = Recorder(config.output_dir / METRICS, status.write)
         exporter = self._exporter(Collector(stages), cadence, recorder, status)
         worker, windows = first_stage(
@@ -111,7 +114,8 @@ class Leader:
             self._write_timeline(worker.executor.timeline, stages)
         results = Results(
             output_dir=config.output_dir,
-            adapters={adapter.config.name: _result(adapter, status) for adapter in self._adapters},
+            adapters={adapter.config.name: _result(adapter, status) for adapter in self._adapters}
+            | {name: _parked(name, reason) for name, reason in self._prepared.parked.items()},
             signal=requests.signal,
         )
         print_table(results)
@@ -192,6 +196,10 @@ def _with_added(config: RunConfig) -> RunConfig:
     names = {adapter.name.lower() for adapter in config.adapters}
     added = tuple(adapter for adapter in added_adapters(config.output_dir) if adapter.name.lower() not in names)
     return replace(config, adapters=config.adapters + added)
+
+
+def _parked(name: str, reason: str) -> AdapterResult:
+    return AdapterResult(name=name, state="failed", reason=reason, reports=(), folder=None)
 
 
 def _result(adapter: AdapterRun, status: Status) -> AdapterResult:

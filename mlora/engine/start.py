@@ -33,17 +33,16 @@ class Start:
         if self.resume == "auto":
             return output_dir
         source = Path(self.resume)
-        if not has_checkpoints(source):
+        if not saved_adapters(source / CHECKPOINTS):
             raise UserError(
                 f"--resume {source}: there are no checkpoints in {source / CHECKPOINTS}; give a run's folder"
             )
         return output_dir if source.resolve() == output_dir.resolve() else source
 
 
-def has_checkpoints(folder: Path) -> bool:
-    """Whether a run folder has a checkpoint of any adapter."""
-    adapters = (folder / CHECKPOINTS).iterdir() if (folder / CHECKPOINTS).is_dir() else ()
-    return any(versions(adapter) for adapter in adapters)
+def saved_adapters(checkpoints: Path) -> list[str]:
+    """The adapters of which a run has a checkpoint."""
+    return [path.name for path in checkpoints.iterdir() if versions(path)] if checkpoints.is_dir() else []
 
 
 def _begun_here(output_dir: Path) -> bool:

@@ -7,7 +7,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +27,8 @@ def launcher() -> str:
 class Status:
     """Writes the file, from any thread. A disk that does not take it costs the file, not the run."""
 
-    def __init__(self, output_dir: Path, adapters: Sequence[AdapterRun]) -> None:
-        self._path, self._adapters = output_dir / STATUS, adapters
+    def __init__(self, output_dir: Path, adapters: Sequence[AdapterRun], parked: Mapping[str, str]) -> None:
+        self._path, self._adapters, self._parked = output_dir / STATUS, adapters, parked
         self.exported: dict[int, Path] = {}  # folders by adapter
         self._lock = threading.Lock()
         self._last = -_EVERY_S
@@ -48,6 +48,8 @@ class Status:
 
     def _tree(self) -> dict[str, Any]:
         adapters = {adapter.config.name: self._adapter(adapter) for adapter in list(self._adapters)}
+        nothing = dict.fromkeys(("step", "total_steps", "first_loss", "last_loss", "exported"))
+        adapters |= {name: {"state": "failed", "reason": why, **nothing} for name, why in self._parked.items()}
         return {"launcher": launcher(), "updated": time.time(), "adapters": adapters}
 
     def _adapter(self, adapter: AdapterRun) -> dict[str, Any]:
@@ -89,7 +91,7 @@ def status_table(tree: dict[str, Any]) -> str:
         f"{'adapter':<{width}}  {'state':<11}  {'step':>13}  {'first loss':>10}  {'last loss':>9}  checkpoint",
     ]
     for name, adapter in tree["adapters"].items():
-        step = f"{adapter['step']}/{adapter['total_steps']}"
+        step = "-" if adapter["step"] is None else f"{adapter['step']}/{adapter['total_steps']}"
         first, last = (_loss(adapter[key]) for key in ("first_loss", "last_loss"))
         text = f"{name:<{width}}  {adapter['state']:<11}  {step:>13}  {first:>10}  {last:>9}  {_saved(adapter)}"
         lines.append(text + (f"  {adapter['reason']}" if adapter["reason"] else ""))

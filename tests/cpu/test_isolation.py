@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 
 import pytest
@@ -160,3 +161,29 @@ def test_a_disk_that_fills_up_loses_nothing_that_was_saved(small_disk, model, ad
     assert " not written, 0000" in shown and " stands: " in shown and "it needs " in shown
     (small_disk / "other").unlink()
     assert_resumed(model, adapters, folder, undisturbed)
+
+
+def test_data_that_are_gone_when_a_run_goes_on_park_their_adapter(tmp_path, model, adapters, undisturbed):
+    """A fresh run with such a mistake is refused before anything is written; one that goes on is the others' too."""
+    moved = tmp_path / "b.jsonl"
+    shutil.copy(adapters[1]["dataset"], moved)
+    mine = [adapters[0], adapters[1] | {"dataset": str(moved)}, adapters[2]]
+    folder = tmp_path / "run"
+
+    def crash(report):
+        if (report.adapter, report.step) == ("b", 5):
+            raise RuntimeError("crash")
+
+    with pytest.raises(RuntimeError, match="crash"):
+        mlora.train(config(model, mine, folder, save_steps=2), on_step=crash)
+    moved.rename(tmp_path / "elsewhere")
+    with pytest.raises(mlora.UserError, match=r"b\.jsonl: cannot be read: No such file"):
+        mlora.train(config(model, mine, tmp_path / "fresh"), resume="auto")
+    results = mlora.train(config(model, mine, folder), resume="auto")
+    assert results.failed == ("b",) and "b.jsonl: cannot be read" in results.adapters["b"].reason
+    for name in "ac":
+        assert not undisturbed[name].differences(outcome(results, name)), name
+    shown = read_status(folder)["adapters"]["b"]
+    assert shown["state"] == "failed" and "b.jsonl" in shown["reason"] and shown["checkpoint"]["step"] == 4
+    (tmp_path / "elsewhere").rename(moved)
+    assert_resumed(model, mine, folder, undisturbed)
