@@ -73,16 +73,17 @@ class Optimizer:
         self._state.grad.zero_()
 
     def snapshot(self) -> dict[str, torch.Tensor]:
-        """Views of masters and moments as ``MODULE.A`` and ``MODULE.A.exp_avg``, and AdamW's count as ``COUNT``."""
+        """Host copies of matrices and moments as ``MODULE.A`` and ``MODULE.A.exp_avg``, and AdamW's count as ``COUNT``.
+
+        One copy of each flat buffer; what is returned are views of them.
+        """
         kept = self._torch.state.get(self._parameter, {})
-        found = {
-            f"{name}.{k}": x for name, pair in self._state.matrices().items() for k, x in zip("AB", pair, strict=True)
-        }
-        for key in MOMENTS:
-            if key in kept:
-                for name, pair in self._state.named(kept[key]).items():
-                    found |= {f"{name}.{k}.{key}": x for k, x in zip("AB", pair, strict=True)}
-        return found | ({COUNT: kept["step"]} if "step" in kept else {})
+        flats = {"": self._state.master} | {f".{key}": kept[key] for key in MOMENTS if key in kept}
+        found: dict[str, torch.Tensor] = {}
+        for suffix, flat in flats.items():
+            for name, pair in self._state.named(flat.to("cpu", copy=True)).items():
+                found |= {f"{name}.{k}{suffix}": x for k, x in zip("AB", pair, strict=True)}
+        return found | ({COUNT: kept["step"].to("cpu", copy=True)} if "step" in kept else {})
 
     def restore(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Take over what ``snapshot`` gave, on this stage or on several others; names of other layers are ignored."""

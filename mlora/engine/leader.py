@@ -102,6 +102,8 @@ class Leader:
         try:
             with Inbox(config.output_dir, self._adapters, self._prepare, requests.add, ask):
                 self._walk(worker, windows, others, world, recorder, exporter)
+            for adapter in requests.arrived():
+                print(f"{adapter.config.name}: was added too late; --resume auto goes on with it", flush=True)
             exporter.finish()
         except BaseException:
             exporter.abandon(wait=stages is None)

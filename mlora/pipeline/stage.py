@@ -153,8 +153,7 @@ class Stage:
 
     def snapshot(self, slot: int) -> dict[str, torch.Tensor]:
         """Host copies of the slot's matrices, moments and AdamW's count, see ``Optimizer.snapshot``."""
-        found = self._optimizers[slot].snapshot()
-        return {name: x.detach().to("cpu", copy=True).contiguous() for name, x in found.items()}
+        return self._optimizers[slot].snapshot()
 
     def restore(self, slot: int, tensors: Mapping[str, torch.Tensor]) -> None:
         """Put a snapshot, perhaps of other stages, into the slot."""
