@@ -13,6 +13,7 @@ from test_failures import TORCHRUN, injected, started
 from test_training import assert_same, train
 
 from mlora.checkpoint.versions import versions
+from mlora.engine.inbox import leave_stop
 from mlora.engine.status import read_status
 from tests.cpu.runs import write_rows
 from tests.cpu.tiny import save_tiny
@@ -104,3 +105,16 @@ def test_replicas_save_and_go_on(config, undisturbed, tmp_path):
         finished = train(config, run.folder, "--nproc", "2", "--resume", "auto", replicas=2)
         assert finished.returncode == 0, finished.stdout + finished.stderr
         assert_same(undisturbed, run.folder)
+
+
+def test_stop_reaches_an_adapter_of_another_replica(config, tmp_path):
+    defaults = {"max_steps": 1_000_000, "warmup_steps": 0, "learning_rate": 1e-3}
+    endless = config | {"defaults": defaults, "pipeline": {"replicas": 2}}
+    with started(endless, tmp_path / "run", "--nproc", "2") as run:
+        run.wait_for_metrics()
+        for name in "ab":
+            leave_stop(run.folder, name)
+        assert run.wait(ENDED_S) == 0, run.text
+    for shown in read_status(run.folder)["adapters"].values():
+        assert shown["state"] == "ended" and shown["exported"]
+        assert shown["reason"] == f"by mlora stop after step {shown['step']}"
