@@ -20,7 +20,7 @@ from tests.cpu.runs import outcome, write_rows
 from tests.cpu.tiny import save_tiny
 
 ROOT = Path(__file__).parents[2]
-STEPS = 150
+STEPS = 60
 
 
 @pytest.fixture(scope="module")
@@ -75,7 +75,7 @@ def test_the_first_signal_saves_and_ends_and_nothing_is_lost(tmp_path, tree, alo
     tree = tree | {"pipeline": {"stages": stages, "transport": "local"}}
     folder = tmp_path / "run"
     process = started(write(tree, folder))
-    wait_for(process, "a  step  20/")
+    wait_for(process, "a  step 20/")
     process.send_signal(number)
     out, err = process.communicate(timeout=30)
     assert process.returncode == 128 + number
@@ -126,9 +126,18 @@ def test_what_does_not_fit_the_time_is_left_and_said(tmp_path, tree):
     _, err = process.communicate(timeout=10)
     assert process.returncode == 128 + signal.SIGTERM
     assert err.splitlines()[-1].endswith("nothing more was saved within 1 s; the last checkpoints stand")
-    assert read_version(versions(tmp_path / "run/checkpoints/a")[-1]).manifest.step in (2, 4)
+    assert read_version(versions(tmp_path / "run/checkpoints/a")[-1]).manifest.step in (2, 4, 6, 8)
 
 
+@pytest.fixture
+def listening():
+    """A background shell lets its children ignore SIGINT."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("listening")
 def test_a_handler_of_somebody_else_stays(tmp_path, tree):
     heard = []
     before = signal.signal(signal.SIGTERM, lambda *_: heard.append(1))
@@ -144,6 +153,7 @@ def test_a_handler_of_somebody_else_stays(tmp_path, tree):
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
+@pytest.mark.usefixtures("listening")
 def test_a_caller_in_python_gets_an_interrupt(tmp_path, tree):
     with pytest.raises(mlora.Interrupted) as caught:
         mlora.train(
@@ -165,7 +175,7 @@ ranks.StopSignals = Launched
 
 def test_what_a_launcher_passes_on_is_not_a_second_signal(tmp_path, tree):
     process = started(write(tree, tmp_path / "run"), ECHO)
-    wait_for(process, "a  step  20/")
+    wait_for(process, "a  step 20/")
     for _ in range(3):
         process.send_signal(signal.SIGTERM)
     _, err = process.communicate(timeout=30)
