@@ -23,10 +23,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mlora import RunConfig, parse_config
+from mlora.engine.cadence import Cadence
 from mlora.engine.coordinator import Coordinator
 from mlora.engine.output import TRACE
 from mlora.engine.prepare import prepare
 from mlora.engine.recorder import Recorder
+from mlora.engine.requests import Requests
 from mlora.pipeline.schedule import (
     Action,
     CostModel,
@@ -134,7 +136,9 @@ def planned(config: RunConfig) -> tuple[list[Position], tuple[int, ...]]:
     """The stream of the run, planned once more, and the microbatches in flight on each stage."""
     prepared = prepare(config, STAGES)
     recorder = Recorder(Path(os.devnull))
-    coordinator = Coordinator(config, prepared.adapters, prepared.in_flight, recorder, on_step=None)
+    coordinator = Coordinator(
+        config, prepared.adapters, prepared.in_flight, recorder, None, Requests(), Cadence(config)
+    )
     return [position for window in coordinator.windows() for position in window.positions], prepared.in_flight
 
 

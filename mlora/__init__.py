@@ -6,7 +6,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from mlora.config import AdapterConfig, DatasetConfig, RunConfig, load_config, parse_config
-from mlora.types import UserError
+from mlora.types import Interrupted, UserError
 
 if TYPE_CHECKING:
     from mlora.engine.adapter_run import StepReport
@@ -19,6 +19,7 @@ __all__ = [
     "AdapterConfig",
     "AdapterResult",
     "DatasetConfig",
+    "Interrupted",
     "Results",
     "RunConfig",
     "StepReport",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import platform
 import sys
@@ -11,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import mlora
-from mlora.types import UserError
+from mlora.types import Interrupted, UserError
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
@@ -28,8 +29,11 @@ def main(argv: list[str] | None = None) -> int:
     except UserError as error:
         print(f"mlora: {error}", file=sys.stderr)
         return _USER
+    except Interrupted as stopped:
+        print("mlora: interrupted; --resume auto goes on from the checkpoints", file=sys.stderr)
+        return 128 + stopped.signal
     except KeyboardInterrupt:
-        print("mlora: interrupted; only adapters that had ended are exported", file=sys.stderr)
+        print("mlora: interrupted before the training", file=sys.stderr)
         return _INTERRUPTED
 
 
@@ -41,6 +45,8 @@ def _parser() -> argparse.ArgumentParser:
     train.add_argument("config", help="a YAML file")
     train.add_argument("--set", action="append", default=[], metavar="A.B=C", help="change one key of the file")
     train.add_argument("--overwrite", action="store_true", help="replace an earlier run in output_dir")
+    train.add_argument("--resume", metavar="auto|RUN", help="go on with the run in output_dir, or from another one's")
+    train.add_argument("--allow-changed", action="store_true", help="resume even where keys or data have changed")
     train.add_argument("--nproc", type=int, metavar="N", help="start N processes on this host, as torchrun would")
     train.set_defaults(run=_train)
     plan = commands.add_parser("plan", help="show stages, order and predicted bubble, without training")
@@ -49,6 +55,18 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument("--set", action="append", default=[], metavar="A.B=C", help="change one key of the file")
     plan.add_argument("--picture", default="plan.svg", metavar="FILE", help="where the picture goes (plan.svg)")
     plan.set_defaults(run=_plan)
+    status = commands.add_parser("status", help="show the adapters of a run, live or dead")
+    status.add_argument("run_dir", metavar="RUN", help="the run's folder")
+    status.add_argument("--json", action="store_true", help="as JSON")
+    status.set_defaults(run=_status)
+    add = commands.add_parser("add", help="add the adapters of a file to a run while it runs")
+    add.add_argument("run_dir", metavar="RUN", help="the run's folder")
+    add.add_argument("file", metavar="FILE", help="a YAML file with adapters, and defaults if need be")
+    add.set_defaults(run=_add)
+    stop = commands.add_parser("stop", help="end an adapter of a run behind its current step, and export it")
+    stop.add_argument("run_dir", metavar="RUN", help="the run's folder")
+    stop.add_argument("name", metavar="NAME", help="the adapter")
+    stop.set_defaults(run=_stop)
     verify = commands.add_parser("verify", help="load a run's adapters with PEFT and compare logits with the engine's")
     verify.add_argument("output_dir", help="the run's folder")
     verify.set_defaults(run=_verify)
@@ -60,10 +78,20 @@ def _parser() -> argparse.ArgumentParser:
 def _train(arguments: argparse.Namespace) -> int:
     if arguments.nproc is not None:
         return _train_in_processes(arguments)
-    results = mlora.train(arguments.config, overrides=arguments.set, overwrite=arguments.overwrite)
-    if results.failed:
-        from mlora.pipeline.transport.liveness import tell_launcher
+    from mlora.pipeline.transport.liveness import tell_launcher
 
+    try:
+        results = mlora.train(
+            arguments.config,
+            overrides=arguments.set,
+            overwrite=arguments.overwrite,
+            resume=arguments.resume,
+            allow_changed=arguments.allow_changed,
+        )
+    except Interrupted as stopped:
+        tell_launcher(str(stopped))
+        raise
+    if results.failed:
         tell_launcher(f"failed: {', '.join(results.failed)}")
         print(f"mlora: failed: {', '.join(results.failed)}", file=sys.stderr)
         return _FAILED
@@ -83,6 +111,8 @@ def _train_in_processes(arguments: argparse.Namespace) -> int:
     command = ["-m", "mlora", "train", arguments.config]
     command += [word for override in arguments.set for word in ("--set", override)]
     command += ["--overwrite"] if arguments.overwrite else []
+    command += ["--resume", arguments.resume] if arguments.resume else []
+    command += ["--allow-changed"] if arguments.allow_changed else []
     try:
         torchrun(["--standalone", "--nproc-per-node", str(arguments.nproc), *command])
     except SignalException as signal:
@@ -91,7 +121,9 @@ def _train_in_processes(arguments: argparse.Namespace) -> int:
         rank, first = error.get_first_failure()
         print(f"mlora: {_reason(rank, first)}", file=sys.stderr)
         own = [failure.exitcode for failure in error.failures.values() if 0 < failure.exitcode < 128]
-        return max(own) if own else 128 - first.exitcode  # the launcher ends the others by a signal
+        if own:
+            return max(own)
+        return first.exitcode if first.exitcode > 0 else 128 - first.exitcode  # ended by a signal, or as if by one
     return _OK
 
 
@@ -114,6 +146,30 @@ def _plan(arguments: argparse.Namespace) -> int:
     except OSError as error:
         raise UserError(f"--picture {picture}: cannot be written: {error.strerror}") from None
     print(f"picture: {picture}; trace for Chrome or Perfetto: {picture.with_suffix('.trace.json')}")
+    return _OK
+
+
+def _status(arguments: argparse.Namespace) -> int:
+    from mlora.engine.status import read_status, status_table
+
+    tree = read_status(Path(arguments.run_dir))
+    print(json.dumps(tree, indent=2) if arguments.json else status_table(tree))
+    return _OK
+
+
+def _add(arguments: argparse.Namespace) -> int:
+    from mlora.engine.inbox import leave_adapters
+
+    names = leave_adapters(Path(arguments.run_dir), Path(arguments.file))
+    print(f"left for the run: {', '.join(names)}; see mlora status {arguments.run_dir}")
+    return _OK
+
+
+def _stop(arguments: argparse.Namespace) -> int:
+    from mlora.engine.inbox import leave_stop
+
+    leave_stop(Path(arguments.run_dir), arguments.name)
+    print(f"{arguments.name} will end behind its current step; see mlora status {arguments.run_dir}")
     return _OK
 
 

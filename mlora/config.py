@@ -97,6 +97,12 @@ class AdapterConfig:
     logging_steps: int = 1
     max_nonfinite_steps: int = 3  # this many skipped steps in a row end the adapter as failed
 
+    def plain(self) -> dict[str, Any]:
+        """All keys as plain data, as they may stand in a configuration file."""
+        tree = dataclasses.asdict(self)
+        tree["dataset"]["path"] = str(self.dataset.path)
+        return {key: list(value) if isinstance(value, tuple) else value for key, value in tree.items()}
+
     @property
     def rows_per_step(self) -> int:
         return self.per_device_train_batch_size * self.gradient_accumulation_steps
@@ -193,13 +199,18 @@ class RunConfig:
     max_active: int = 64  # adapters trained at once; the others wait
     pipeline: PipelineConfig = PipelineConfig()
     recompute: bool = False  # recompute each layer's activations in backward: slower, far less memory
+    save_steps: int | None = None  # a checkpoint of an adapter after so many of its steps
+    save_seconds: float | None = None  # and after so much time; default without save_steps: by what a write takes
+    save_total_limit: int = 2  # checkpoints of an adapter that are kept
 
     def __post_init__(self) -> None:
         if not self.adapters:
             raise UserError("adapters: the list is empty; give at least one adapter with a name and a dataset")
-        for key in ("microbatch_tokens", "max_active"):
-            if getattr(self, key) < 1:
+        for key in ("microbatch_tokens", "max_active", "save_steps", "save_total_limit"):
+            if getattr(self, key) is not None and getattr(self, key) < 1:
                 raise UserError(f"{key}: {getattr(self, key)} is not a positive number")
+        if self.save_seconds is not None and not 0 < self.save_seconds < math.inf:
+            raise UserError(f"save_seconds: {self.save_seconds:g} is not a positive number of seconds")
         names = [adapter.name for adapter in self.adapters]
         for name in names:
             if [other.lower() for other in names].count(name.lower()) > 1:
@@ -212,6 +223,10 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     Raises UserError naming file and place. Relative paths count from the file's folder.
     """
     path = Path(path)
+    return parse_config(apply_overrides(_tree(path), overrides), base=path.parent)
+
+
+def _tree(path: Path) -> dict[str, Any]:
     try:
         tree = _yaml(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -220,7 +235,17 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
         raise UserError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from None
     if not isinstance(tree, dict):
         raise UserError(f"{path}: expected keys such as base_model and adapters, found {_kind(tree)}")
-    return parse_config(apply_overrides(tree, overrides), base=path.parent)
+    return tree
+
+
+def load_adapters(path: str | Path) -> tuple[AdapterConfig, ...]:
+    """The adapters of a YAML file that has ``adapters``, and ``defaults`` if need be, and nothing else."""
+    path = Path(path)
+    tree = _tree(path)
+    extra = sorted(tree.keys() - {"adapters", "defaults"})
+    if extra:
+        raise UserError(f"{path}: {extra[0]}: only adapters and defaults can be added to a run")
+    return parse_config(tree | {"base_model": "."}, base=path.parent).adapters
 
 
 class _UniqueKeys(yaml.SafeLoader):

@@ -25,6 +25,14 @@ class UserError(ValueError):
     """Something the user can mend. The text says what is wrong, where, and what to do next; it is shown on one line."""
 
 
+class Interrupted(KeyboardInterrupt):
+    """A run that a signal has stopped: what had been reached is in its checkpoints."""
+
+    def __init__(self, signal: int) -> None:
+        super().__init__(f"stopped by signal {signal}")
+        self.signal = signal
+
+
 @dataclass(frozen=True)
 class Row:
     """One record of a data file, with its place for error messages (``line`` counts from 1)."""
@@ -74,11 +82,15 @@ class StepPlan:
 
 @dataclass(frozen=True)
 class StepDecision:
-    """How an adapter's step ends on every stage: rate and clip coefficient of the whole adapter, or skipped."""
+    """How an adapter's step ends on every stage: rate and clip coefficient of the whole adapter, or skipped.
+
+    With ``save`` every stage meets a "save" entry right behind the STEP, so before the adapter's next microbatch.
+    """
 
     learning_rate: float
     coefficient: float
     skip: bool
+    save: bool = False
 
 
 @dataclass(frozen=True)

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 import torch
 
 from mlora.adapters.state import AdapterState
 from mlora.config import AdapterConfig
+
+MOMENTS = ("exp_avg", "exp_avg_sq")  # torch's names of AdamW's moments
+COUNT = "optimizer.step"  # AdamW's count of the steps that it has taken, the same on every stage
 
 
 def warmup_steps(config: AdapterConfig, total_steps: int) -> int:
@@ -68,3 +72,32 @@ class Optimizer:
     def skip(self) -> None:
         """Forget the gradients of the step."""
         self._state.grad.zero_()
+
+    def snapshot(self) -> dict[str, torch.Tensor]:
+        """Host copies of matrices and moments as ``MODULE.A`` and ``MODULE.A.exp_avg``, and AdamW's count as ``COUNT``.
+
+        One copy of each flat buffer; what is returned are views of them.
+        """
+        kept = self._torch.state.get(self._parameter, {})
+        flats = {"": self._state.master} | {f".{key}": kept[key] for key in MOMENTS if key in kept}
+        found: dict[str, torch.Tensor] = {}
+        for suffix, flat in flats.items():
+            for name, pair in self._state.named(flat.to("cpu", copy=True)).items():
+                found |= {f"{name}.{k}{suffix}": x for k, x in zip("AB", pair, strict=True)}
+        return found | ({COUNT: kept["step"].to("cpu", copy=True)} if "step" in kept else {})
+
+    def restore(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Take over what ``snapshot`` gave, on this stage or on several others; names of other layers are ignored."""
+        own = self._state.matrices()
+        self._state.load({name: (tensors[f"{name}.A"], tensors[f"{name}.B"]) for name in own})
+        if COUNT not in tensors:
+            return
+        kept = self._torch.state[self._parameter]
+        group = self._torch.param_groups[0]
+        on_device = group.get("fused") or group.get("capturable")  # where torch keeps its count
+        kept["step"] = tensors[COUNT].to(self._state.master.device if on_device else "cpu", copy=True)
+        for key in MOMENTS:
+            kept[key] = torch.zeros_like(self._state.master)
+            for name, pair in self._state.named(kept[key]).items():
+                for k, moment in zip("AB", pair, strict=True):
+                    moment.copy_(tensors[f"{name}.{k}.{key}"])

@@ -96,7 +96,11 @@ class AdapterState:
 
     def matrices(self) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
         """Views of the masters by global module name: A [r, D] and B stored [r, O]."""
-        return {name: self._views(self.master, place) for name, place in self._places.items()}
+        return self.named(self.master)
+
+    def named(self, flat: torch.Tensor) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+        """Views of a buffer that is laid out as the masters are, such as a moment, by global module name."""
+        return {name: self._views(flat, place) for name, place in self._places.items()}
 
     def group(self, layer: int, merged: str) -> LoraGroup | None:
         """What BatchLoRA needs in one merged linear of one layer; None where the adapter has no target there."""

@@ -37,7 +37,9 @@ def write_adapter(
     matrices: Matrices,
     extras: Callable[[Path], object] = lambda folder: None,
 ) -> None:
-    """Write the adapter's two files into a new ``folder``, which appears only when both read back bit for bit.
+    """Write the adapter's two files into ``folder``, which appears only when both read back bit for bit.
+
+    What a run before has left there is replaced at that moment.
 
     ``extras`` writes what else shall lie there, such as the tokenizer, before the folder appears.
 
@@ -47,7 +49,7 @@ def write_adapter(
     tensors = _peft_tensors(matrices)
     _refuse_empty(targets, matrices, tensors)
     text = json.dumps(_peft_config(config, base_model, targets), indent=2, sort_keys=True, ensure_ascii=False)
-    staging = folder.with_name(f".{folder.name}.partial")
+    staging, old = folder.with_name(f".{folder.name}.partial"), folder.with_name(f".{folder.name}.old.partial")
     shutil.rmtree(staging, ignore_errors=True)
     try:
         staging.mkdir(parents=True)
@@ -57,12 +59,17 @@ def write_adapter(
         _compare(tensors, _read_tensors(staging / _WEIGHTS), staging / _WEIGHTS)
         extras(staging)
         _sync(staging)
+        if folder.exists():
+            shutil.rmtree(old, ignore_errors=True)
+            folder.rename(old)
         staging.rename(folder)
+        sync_path(folder.parent)
     except Exception as error:  # a full disk is an OSError, a SafetensorError or, from tokenizers, a bare Exception
         size = sum(tensor.nbytes for tensor in tensors.values())
         raise ExportError(f"{folder} cannot be written, it needs {size:,} bytes: {error}") from error
     finally:
-        shutil.rmtree(staging, ignore_errors=True)
+        for left in (staging, old):
+            shutil.rmtree(left, ignore_errors=True)
 
 
 def read_adapter(folder: Path) -> tuple[dict[str, object], dict[str, tuple[torch.Tensor, torch.Tensor]]]:
@@ -173,8 +180,13 @@ def _compare(written: Mapping[str, torch.Tensor], read: Mapping[str, torch.Tenso
 
 def _sync(folder: Path) -> None:
     for path in (*folder.iterdir(), folder):
-        handle = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
+        sync_path(path)
+
+
+def sync_path(path: Path) -> None:
+    """Bring a file, or a folder's list of names, to the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
+import mmap
 import os
 import shutil
 import tempfile
@@ -55,11 +56,12 @@ class DataStats:
 
 @dataclass(frozen=True, kw_only=True)
 class TokenData:
-    """The kept rows of a file as tokens. All arrays are mapped from disk and read-only."""
+    """The kept rows of a file as tokens: what is per token is mapped from disk, read-only."""
 
     lengths: np.ndarray  # int32 [rows]: tokens of each row
     target_tokens: np.ndarray  # int32 [rows]: predicted tokens of each row, labels shifted
     stats: DataStats
+    digest: str  # of all arrays
     _starts: np.ndarray  # int64 [rows]: place of each row's first token
     _ids: np.ndarray  # int32 [tokens]
     _trained: np.ndarray  # bool [tokens]
@@ -68,7 +70,12 @@ class TokenData:
         return len(self.lengths)
 
     def sample(self, index: int) -> tuple[np.ndarray, np.ndarray]:
-        """``input_ids`` and ``labels`` of a row, int32 of its length; a label is ``IGNORE`` where not trained."""
+        """``input_ids`` and ``labels`` of a row, int32 of its length; a label is ``IGNORE`` where not trained.
+
+        Raises OSError where the file has been cut since: reading behind its end would end the process.
+        """
+        _check_size(self._ids)
+        _check_size(self._trained)
         start = int(self._starts[index])
         span = slice(start, start + int(self.lengths[index]))
         ids = self._ids[span]
@@ -246,7 +253,8 @@ def _sync_folder(folder: Path) -> None:
 def _open(entry: Path) -> TokenData | None:
     """Map an entry's arrays; None where there is no entry or it is damaged in any way."""
     try:
-        hashes = json.loads((entry / _HASHES).read_bytes())
+        sums = (entry / _HASHES).read_bytes()
+        hashes = json.loads(sums)
         for name in (*_ARRAYS, _STATS):
             _check(entry / name, hashes[name])
         stats = DataStats(**json.loads((entry / _STATS).read_bytes()))
@@ -254,13 +262,20 @@ def _open(entry: Path) -> TokenData | None:
     except (OSError, ValueError, TypeError, KeyError):
         return None
     return TokenData(
-        lengths=arrays["lengths"],
-        target_tokens=arrays["target_tokens"],
+        lengths=np.array(arrays["lengths"]),
+        target_tokens=np.array(arrays["target_tokens"]),
         stats=stats,
-        _starts=arrays["starts"],
+        digest=hashlib.sha256(sums).hexdigest(),
+        _starts=np.array(arrays["starts"]),
         _ids=arrays["ids"],
         _trained=arrays["trained"],
     )
+
+
+def _check_size(array: np.ndarray) -> None:
+    mapped = array.base
+    if isinstance(mapped, mmap.mmap) and mapped.size() < array.nbytes:
+        raise OSError(f"the token cache of its data was cut to {mapped.size():,} of {array.nbytes:,} bytes")
 
 
 def _check(path: Path, sha256: str) -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
+
+from torch import Tensor
 
 from mlora.adapters.optimizer import clip_coefficient, learning_rate
 from mlora.config import AdapterConfig
@@ -13,7 +15,8 @@ from mlora.data import Sampler, TokenData
 from mlora.ops.exact import exact_sum
 from mlora.types import SampleRef, Segment, StepDecision, StepPlan
 
-State = Literal["waiting", "training", "retrying", "ended", "failed", "cancelled"]
+State = Literal["waiting", "training", "retrying", "ended", "failed", "cancelled", "stopped"]
+OVER = ("ended", "failed", "cancelled", "stopped")  # what an adapter does not come back from in this run
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,6 +34,18 @@ class StepReport:
     skipped: bool  # loss or gradient was not finite, so the weights were left as they are
 
 
+@dataclass(frozen=True, kw_only=True)
+class Record:
+    """What there is to save of an adapter beside its tensors, as it was behind one of its steps."""
+
+    step: int  # how many are done
+    total_steps: int
+    state: State
+    reason: str
+    nonfinite_in_a_row: int
+    reports: tuple[StepReport, ...]
+
+
 @dataclass(kw_only=True)
 class AdapterRun:
     """The run's record of one adapter, from waiting to its end."""
@@ -42,6 +57,7 @@ class AdapterRun:
     state: State = "waiting"
     reason: str = ""
     reports: list[StepReport] = field(default_factory=list)
+    restored: Mapping[str, Tensor] | None = None  # of a checkpoint, until the adapter joins
     _planned: int = 0
     _nonfinite_in_a_row: int = 0
     _tokens: int = 0
@@ -59,8 +75,8 @@ class AdapterRun:
 
     @property
     def cost(self) -> float:
-        """Tokens of the whole training, on average: what the adapter costs a pipeline."""
-        return self.total_steps * self.config.rows_per_step * float(self.data.lengths.mean())
+        """Tokens of the training that is left, on average: what the adapter costs a pipeline."""
+        return (self.total_steps - len(self.reports)) * self.config.rows_per_step * float(self.data.lengths.mean())
 
     def next_step(self) -> StepPlan | None:
         """The samples of the next unplanned step in canonical order: longest first, then index."""
@@ -77,6 +93,29 @@ class AdapterRun:
     def rewind(self, step: int) -> None:
         """Plan again from ``step`` on."""
         self._planned = step
+
+    def record(self) -> Record:
+        """What there is to save now."""
+        return Record(
+            step=len(self.reports),
+            total_steps=self.total_steps,
+            state=self.state,
+            reason=self.reason,
+            nonfinite_in_a_row=self._nonfinite_in_a_row,
+            reports=tuple(self.reports),
+        )
+
+    def resume(self, record: Record, tensors: Mapping[str, Tensor]) -> None:
+        """Go on behind ``record``. What had failed is tried again from its last good step; what was over stays so."""
+        self.reports, self._planned, self.restored = list(record.reports), record.step, tensors
+        self._tokens = self.reports[-1].num_tokens if self.reports else 0
+        done, parked = record.step >= self.total_steps, record.state == "failed"
+        if record.state == "cancelled" or (record.state == "ended" and record.reason) or (parked and done):
+            self.state, self.reason = record.state, record.reason
+        elif done:
+            self.state = "ended"
+        else:
+            self._nonfinite_in_a_row = 0 if parked else record.nonfinite_in_a_row
 
     def close_step(self, segment: Segment, loss_sum: float, squares: Sequence[float]) -> StepDecision:
         """Decide how the step that ``segment`` ends is taken, report it, and end the adapter where it is time.

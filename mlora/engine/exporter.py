@@ -1,45 +1,99 @@
-"""Writes adapters that have ended, in a thread of its own, so that no stage waits for a disk."""
+"""What rank 0 writes of the adapters, in a thread of its own, so that no stage waits for a disk."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import PreTrainedTokenizerBase
 
 from mlora.checkpoint.peft_files import ExportError, write_adapter
-from mlora.engine.adapter_run import AdapterRun
+from mlora.checkpoint.versions import WriteError, versions
+from mlora.engine.adapter_run import AdapterRun, Record
+from mlora.engine.cadence import Cadence
 from mlora.engine.card import model_card
+from mlora.engine.checkpoints import write_checkpoint
+from mlora.engine.output import ADAPTERS, CHECKPOINTS
+from mlora.engine.recorder import Recorder
+from mlora.engine.status import Status
+from mlora.pipeline.executor import Entry
+from mlora.pipeline.transport.control import Control
 
-Collect = Callable[[], list[Mapping[str, torch.Tensor]]]
+Tensors = Mapping[str, torch.Tensor]
+Tag = tuple[str, int, int]
 
 
-def collected(first: Mapping[str, torch.Tensor], collect: Collect) -> dict[str, torch.Tensor]:
-    """The matrices of all stages: the first one's and what ``collect`` brings."""
-    whole = dict(first)
-    for part in collect():
-        whole.update(part)
-    return whole
+def tag(entry: Entry) -> Tag:
+    """Which snapshot a stage sends. Stages may send in different orders: a STEP is a tick later on those behind."""
+    return entry.kind, entry.adapter, entry.step
+
+
+class Collector:
+    """Brings together an adapter's snapshots of all stages. Used by one thread."""
+
+    def __init__(self, stages: Control | None) -> None:
+        self._stages = stages
+        self._early: dict[tuple[int, Tag], Tensors] = {}
+
+    def collect(self, wanted: Tag, first: Tensors) -> dict[str, torch.Tensor]:
+        """The first stage's snapshot and those of the stages behind it. Raises TransportError."""
+        whole = dict(first)
+        for rank in range(1, self._stages.world if self._stages else 1):
+            while (rank, wanted) not in self._early:
+                assert self._stages is not None
+                found = self._stages.receive(rank)
+                self._early[rank, found] = self._stages.receive_tensors(rank)
+            whole.update(self._early.pop((rank, wanted)))
+        return whole
 
 
 class Exporter:
-    """Takes adapters one after another, in the order in which they leave the stream."""
+    """Writes checkpoints and exports one after another, in the order in which the stream brings them.
 
-    def __init__(self, folder: Path, base_model: str, tokenizer: PreTrainedTokenizerBase, collect: Collect) -> None:
-        self._folder, self._base_model, self._tokenizer, self._collect = folder, base_model, tokenizer, collect
+    Args:
+        output_dir: the run folder.
+        base: what identifies the base model, for checkpoints.
+        base_model: its name, for exports.
+        collector: brings the snapshots of the stages behind the first.
+        keep: checkpoints of an adapter that are kept.
+        recorder: notes which adapters were parked.
+        status: shows what was written.
+    """
+
+    def __init__(
+        self,
+        output_dir: Path,
+        base: Mapping[str, Any],
+        base_model: str,
+        tokenizer: PreTrainedTokenizerBase,
+        collector: Collector,
+        cadence: Cadence,
+        keep: int,
+        recorder: Recorder,
+        status: Status,
+    ) -> None:
+        self._output_dir, self._base, self._base_model, self._tokenizer = output_dir, base, base_model, tokenizer
+        self._collector, self._cadence, self._keep = collector, cadence, keep
+        self._recorder, self._status = recorder, status
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="export")
         self._jobs: list[Future[None]] = []
-        self.folders: dict[int, Path] = {}
+        self.written = 0
 
-    def take(self, adapter: AdapterRun, matrices: Mapping[str, torch.Tensor]) -> None:
-        """Export ``adapter`` if it has ended. ``matrices`` are the first stage's; ``collect`` brings the others'."""
-        self._jobs.append(self._thread.submit(self._export, adapter, matrices))
+    def take(self, adapter: AdapterRun, record: Record, entry: Entry, tensors: Tensors) -> None:
+        """A snapshot of the first stage for an entry "save" or "leave"; the other stages' are collected."""
+        self._submit(lambda: self._write(adapter, record, entry.kind, self._collector.collect(tag(entry), tensors)))
 
-    def write(self, adapter: AdapterRun, matrices: Mapping[str, torch.Tensor]) -> None:
-        """The same for an adapter whose matrices are all here."""
-        self._jobs.append(self._thread.submit(self._export_whole, adapter, matrices))
+    def write(self, adapter: AdapterRun, record: Record, kind: str, whole: Tensors) -> None:
+        """The same for a snapshot that is all here."""
+        self._submit(lambda: self._write(adapter, record, kind, whole))
+
+    def export(self, adapter: AdapterRun, whole: Tensors) -> None:
+        """Export what had ended in an earlier run already."""
+        self._submit(lambda: self._export(adapter, whole))
 
     def finish(self) -> None:
         """Wait until all is written. Raises what went wrong beyond a single adapter."""
@@ -47,25 +101,54 @@ class Exporter:
             job.result()
         self._thread.shutdown()
 
-    def _export(self, adapter: AdapterRun, matrices: Mapping[str, torch.Tensor]) -> None:
-        self._export_whole(adapter, collected(matrices, self._collect))
+    def abandon(self, wait: bool) -> None:
+        """Write what is at hand, waiting for it only where nothing can be missing from another stage, and end."""
+        self._thread.shutdown(wait=wait, cancel_futures=not wait)
 
-    def _export_whole(self, adapter: AdapterRun, whole: Mapping[str, torch.Tensor]) -> None:
-        if adapter.state == "ended":
-            self._write(adapter, {name: (whole[f"{name}.A"], whole[f"{name}.B"]) for name in adapter.targets})
-        if adapter.state != "ended":
-            print(f"{adapter.config.name}  {adapter.state}: {adapter.reason}", flush=True)
+    def _submit(self, job: Callable[[], None]) -> None:
+        self._jobs = [old for old in self._jobs if not old.done() or old.exception()]
+        self._jobs.append(self._thread.submit(job))
 
-    def _write(self, adapter: AdapterRun, matrices: Mapping[str, tuple[torch.Tensor, torch.Tensor]]) -> None:
-        folder = self._folder / adapter.config.name
+    def _write(self, adapter: AdapterRun, record: Record, kind: str, whole: Tensors) -> None:
+        start = time.monotonic()
+        self._checkpoint(adapter, record, whole)
+        self._cadence.wrote(adapter.config.name, time.monotonic() - start)
+        if kind == "leave":
+            if record.state == "ended":
+                self._export(adapter, whole)
+            if adapter.state == "failed":
+                self._recorder.failed(adapter.config.name, record.step, adapter.reason)
+            if adapter.state != "ended":
+                print(f"{adapter.config.name}  {adapter.state}: {adapter.reason or 'by a signal'}", flush=True)
+        self._status.write(at_once=True)
+
+    def _checkpoint(self, adapter: AdapterRun, record: Record, whole: Tensors) -> None:
+        """A checkpoint that the disk does not take costs nothing but itself."""
+        start, name = time.monotonic(), adapter.config.name
+        try:
+            write_checkpoint(self._output_dir / CHECKPOINTS, adapter, record, whole, self._base, self._keep)
+        except WriteError as error:
+            before = versions(self._output_dir / CHECKPOINTS / name)
+            stands = f"{before[-1].name} stands" if before else "there is none before it"
+            print(f"{name}  checkpoint of step {record.step} not written, {stands}: {error}", flush=True)
+            return
+        self.written += 1
+        size = sum(tensor.nbytes for tensor in whole.values())
+        cost = "" if record.state != "training" else f"; a crash costs up to {self._cadence} of its work and a step"
+        took = f"{size:,} bytes in {time.monotonic() - start:.2f} s"
+        print(f"{name}  checkpoint of step {record.step}: {took}{cost}", flush=True)
+
+    def _export(self, adapter: AdapterRun, whole: Tensors) -> None:
+        folder = self._output_dir / ADAPTERS / adapter.config.name
 
         def extras(place: Path) -> None:
             self._tokenizer.save_pretrained(place)
             (place / "README.md").write_text(model_card(adapter, self._base_model), encoding="utf-8")
 
+        matrices = {name: (whole[f"{name}.A"], whole[f"{name}.B"]) for name in adapter.targets}
         try:
             write_adapter(folder, adapter.config, self._base_model, adapter.targets, matrices, extras)
         except ExportError as error:
             adapter.state, adapter.reason = "failed", f"not exported: {error}"
         else:
-            self.folders[adapter.index] = folder
+            self._status.exported[adapter.index] = folder

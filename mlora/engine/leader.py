@@ -2,22 +2,32 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import torch
 
-from mlora.config import RunConfig
+from mlora.config import AdapterConfig, RunConfig
 from mlora.engine.adapter_run import AdapterRun
+from mlora.engine.cadence import Cadence
+from mlora.engine.checkpoints import Resume, base_facts
 from mlora.engine.coordinator import OnStep
 from mlora.engine.device import choose_device, choose_dtype
-from mlora.engine.exporter import Exporter
+from mlora.engine.exporter import Collector, Exporter
+from mlora.engine.inbox import Inbox, added_adapters
 from mlora.engine.layout import first_layers
-from mlora.engine.output import ADAPTERS, METRICS, PICTURE, TRACE, check_output, leave_output, take_output
-from mlora.engine.prepare import prepare
+from mlora.engine.output import CHECKPOINTS, METRICS, PICTURE, TRACE, check_output, leave_output, take_output
+from mlora.engine.prepare import prepare, prepare_adapter
 from mlora.engine.recorder import Recorder, print_table
-from mlora.engine.replicas import collector, deal, first_stage, hand_over, receive_all
+from mlora.engine.replicas import deal, first_stage, hand_over, receive_all
+from mlora.engine.requests import Requests
 from mlora.engine.results import AdapterResult, Results
-from mlora.engine.worker import Job, model_digest
+from mlora.engine.start import Start, saved_adapters
+from mlora.engine.status import Status
+from mlora.engine.worker import Job, Worker, model_digest
+from mlora.pipeline.executor import Window
 from mlora.pipeline.schedule import Timed, chrome_trace, svg
 from mlora.pipeline.transport.base import Transport
 from mlora.pipeline.transport.control import Control
@@ -32,63 +42,140 @@ class Leader:
     Raises UserError in the constructor, before anything is written.
     """
 
-    def __init__(self, config: RunConfig, overwrite: bool, on_step: OnStep | None, world_size: int) -> None:
+    def __init__(self, config: RunConfig, start: Start, on_step: OnStep | None, world_size: int) -> None:
+        self._source = start.source(config.output_dir)
+        self._goes_on = self._source == config.output_dir  # in its own folder
+        if self._goes_on:
+            config = _with_added(config)
         self._config, self._on_step = config, on_step
-        self._overwrite = overwrite
-        check_output(config, overwrite)
+        self._overwrite = start.overwrite
+        check_output(config, start.overwrite, self._goes_on)
         if config.pipeline.transport == "nccl" and choose_device(config.device).type == "cpu":
             raise UserError("pipeline.transport: nccl needs CUDA devices, and there are none here; write auto or gloo")
         stages, replicas = config.pipeline.shape(world_size)
-        self._prepared = prepare(config, stages)
+        saved = saved_adapters(self._source / CHECKPOINTS) if self._source is not None else ()
+        self._prepared = prepare(config, stages, saved)
         self._adapters = self._prepared.adapters
         self.job = Job(
             config=config,
-            targets=tuple(adapter.targets for adapter in self._adapters),
             first_layers=first_layers(self._prepared.layers),
             in_flight=self._prepared.in_flight,
             replicas=replicas,
             dtype=choose_dtype(config.dtype, choose_device(config.device)),
             model_digest=model_digest(self._prepared.folder),
         )
+        spec = self._prepared.spec
+        self._base = base_facts(spec, self.job.model_digest, self.job.dtype, choose_device(config.device))
+        if self._source is not None:
+            Resume(self._source / CHECKPOINTS, start.allow_changed).apply(
+                self._adapters, self._prepared.parked, spec, self._base
+            )
 
     def run(
-        self, device: torch.device, transport: Transport | None, stages: Control | None, world: Control | None = None
+        self,
+        device: torch.device,
+        transport: Transport | None,
+        stages: Control | None,
+        requests: Requests,
+        ask: Callable[[str], None],
+        world: Control | None = None,
     ) -> Results:
         """Train to the end as stage 0 of the first replica.
 
         The other stages follow through ``stages``; other replicas, if there are any, report through ``world``.
+        ``requests`` is what has been asked of this rank, ``ask`` puts a wish before all.
         """
-        config, (own, *others) = self._config, deal(self._adapters, self.job.replicas)
-        recorder = Recorder(config.output_dir / METRICS)
-        exporter = Exporter(
-            config.output_dir / ADAPTERS, config.base_model, self._prepared.tokenizer, collector(stages)
+        config, cadence = self._config, Cadence(self._config)
+        own, *others = deal([adapter for adapter in self._adapters if adapter.state == "waiting"], self.job.replicas)
+        status = Status(config.output_dir, self._adapters, self._prepared.parked)
+        recorder = Recorder(config.output_dir / METRICS, status.write)
+        exporter = self._exporter(Collector(stages), cadence, recorder, status)
+        worker, windows = first_stage(
+            self.job, own, device, transport, stages, recorder, exporter, self._on_step, requests, cadence
         )
-        worker, windows = first_stage(self.job, own, device, transport, stages, recorder, exporter, self._on_step)
-        lock = take_output(config, self._overwrite)
-        recorder.open()
+        lock = take_output(config, self._overwrite, self._goes_on)
+        self._open(recorder)
+        status.write(at_once=True)
+        print(f"checkpoints: every {cadence} and at an adapter's end; a crash costs up to that and a step", flush=True)
+        self._export_ended(exporter)
+        start = time.monotonic()
         try:
-            with ThreadPoolExecutor(max(1, len(others)), thread_name_prefix="replica") as threads:
-                reports = []
-                for replica, share in enumerate(others, 1):
-                    assert world is not None
-                    rank = replica * len(self.job.in_flight)
-                    hand_over(world, rank, share)
-                    reports.append(threads.submit(receive_all, world, rank, self._adapters, recorder, exporter))
-                worker.run(windows)
-                for report in reports:
-                    report.result()
+            with Inbox(config.output_dir, self._adapters, self._prepare, requests.add, ask):
+                self._walk(worker, windows, others, world, recorder, exporter)
+            for adapter in requests.arrived():
+                print(f"{adapter.config.name}: was added too late; --resume auto goes on with it", flush=True)
+            exporter.finish()
+        except BaseException:
+            exporter.abandon(wait=stages is None)
+            raise
         finally:
             recorder.close()
-        exporter.finish()
+        share_waited = worker.waited_s / max(time.monotonic() - start, 1e-9)
+        print(f"checkpoints: {exporter.written} written; training waited {worker.waited_s:.3f} s ({share_waited:.2%})")
         if stages:
             self._write_timeline(worker.executor.timeline, stages)
         results = Results(
             output_dir=config.output_dir,
-            adapters={adapter.config.name: _result(adapter, exporter) for adapter in self._adapters},
+            adapters={adapter.config.name: _result(adapter, status) for adapter in self._adapters}
+            | {name: _parked(name, reason) for name, reason in self._prepared.parked.items()},
+            signal=requests.signal,
         )
         print_table(results)
-        leave_output(config.output_dir, lock, complete=not results.failed)
+        status.write(at_once=True)
+        leave_output(config.output_dir, lock, complete=not results.failed and requests.signal is None)
         return results
+
+    def _walk(
+        self,
+        worker: Worker,
+        windows: Iterator[Window],
+        others: Sequence[Sequence[AdapterRun]],
+        world: Control | None,
+        recorder: Recorder,
+        exporter: Exporter,
+    ) -> None:
+        """The stream of the first replica, while a thread for each other one writes what that reports."""
+        with ThreadPoolExecutor(max(1, len(others)), thread_name_prefix="replica") as threads:
+            reports = []
+            for replica, share in enumerate(others, 1):
+                assert world is not None
+                rank = replica * len(self.job.in_flight)
+                hand_over(world, rank, share)
+                reports.append(threads.submit(receive_all, world, rank, self._adapters, recorder, exporter))
+            worker.run(windows)
+            for report in reports:
+                report.result()
+
+    def _exporter(self, collector: Collector, cadence: Cadence, recorder: Recorder, status: Status) -> Exporter:
+        return Exporter(
+            self._config.output_dir,
+            self._base,
+            self._config.base_model,
+            self._prepared.tokenizer,
+            collector,
+            cadence,
+            self._config.save_total_limit,
+            recorder,
+            status,
+        )
+
+    def _open(self, recorder: Recorder) -> None:
+        if self._source is None:
+            recorder.open()
+        else:
+            recorder.open(self._source / METRICS, {a.config.name: len(a.reports) for a in self._adapters})
+
+    def _export_ended(self, exporter: Exporter) -> None:
+        """What had ended in the run before may have lacked its export, and is not trained any more."""
+        for adapter in self._adapters:
+            if adapter.state == "ended":
+                assert adapter.restored is not None
+                exporter.export(adapter, adapter.restored)
+            if adapter.state != "waiting":
+                adapter.restored = None
+
+    def _prepare(self, index: int, config: AdapterConfig) -> AdapterRun:
+        return prepare_adapter(index, config, self._prepared.spec, self._prepared.tokenizer)
 
     def _write_timeline(self, own: list[Timed], control: Control) -> None:
         """What was measured, as a picture and as a trace for Chrome or Perfetto."""
@@ -96,6 +183,8 @@ class Leader:
         assert parts is not None
         names = {adapter.index: adapter.config.name for adapter in self._adapters}
         whole = [timed for part in parts for timed in part]
+        if not whole:
+            return  # all adapters had ended before
         begin = [timed for part in parts for timed in part[:_PICTURED]]
         try:
             (self._config.output_dir / TRACE).write_text(chrome_trace(whole))
@@ -104,11 +193,22 @@ class Leader:
             print(f"the timeline cannot be written: {error.strerror}", flush=True)
 
 
-def _result(adapter: AdapterRun, exporter: Exporter) -> AdapterResult:
+def _with_added(config: RunConfig) -> RunConfig:
+    """With the adapters that were added to the run in the folder while it ran, unless the file names them by now."""
+    names = {adapter.name.lower() for adapter in config.adapters}
+    added = tuple(adapter for adapter in added_adapters(config.output_dir) if adapter.name.lower() not in names)
+    return replace(config, adapters=config.adapters + added)
+
+
+def _parked(name: str, reason: str) -> AdapterResult:
+    return AdapterResult(name=name, state="failed", reason=reason, reports=(), folder=None)
+
+
+def _result(adapter: AdapterRun, status: Status) -> AdapterResult:
     return AdapterResult(
         name=adapter.config.name,
         state=adapter.state,
         reason=adapter.reason,
         reports=tuple(adapter.reports),
-        folder=exporter.folders.get(adapter.index),
+        folder=status.exported.get(adapter.index),
     )

@@ -7,33 +7,43 @@ import shutil
 from pathlib import Path
 from typing import IO
 
+from mlora.checkpoint.versions import is_version
 from mlora.config import RunConfig
 from mlora.types import UserError
 
 ADAPTERS, METRICS, PICTURE, TRACE = "adapters", "metrics.jsonl", "timeline.svg", "timeline.trace.json"
-_PREVIOUS, _LOCK = "adapters.previous", ".lock"
-_OURS = (ADAPTERS, METRICS, PICTURE, TRACE, _PREVIOUS, _LOCK)
+CHECKPOINTS, STATUS, INBOX, ADDED = "checkpoints", "status.json", "inbox", "added"
+_REPLACED = (ADAPTERS, CHECKPOINTS)  # kept beside the new run until that is complete
+_LOCK = ".lock"
+_OURS = (ADAPTERS, METRICS, PICTURE, TRACE, CHECKPOINTS, STATUS, INBOX, ADDED, _LOCK)
 
 
-def check_output(config: RunConfig, overwrite: bool) -> None:
-    """Raises UserError where the folder holds an earlier run that is not to be replaced, or anything else."""
+def check_output(config: RunConfig, overwrite: bool, resume: bool = False) -> None:
+    """Raises UserError where the folder holds an earlier run that is neither to be replaced nor to go on, or anything
+    else."""
     folder = config.output_dir
     _check_inputs(config)
     if not folder.exists():
         return
     if not folder.is_dir():
         raise UserError(f"output_dir: {folder} is a file; give a folder")
-    foreign = [path for path in sorted(folder.iterdir()) if path.name not in _OURS]
-    foreign += [path for name in (ADAPTERS, _PREVIOUS) for path in _not_exported(folder / name)]
+    ours = (*_OURS, *map(_previous, _REPLACED))
+    here = sorted(folder.iterdir())
+    foreign = [path for path in here if (path.name not in ours and path.suffix != ".partial") or path.is_symlink()]
+    foreign += [path for name in (ADAPTERS, _previous(ADAPTERS)) for path in _not_exported(folder / name)]
+    foreign += [path for name in (CHECKPOINTS, _previous(CHECKPOINTS)) for path in _not_saved(folder / name)]
     if foreign:
         raise UserError(f"output_dir: {foreign[0]} is not from a run; give a folder of its own")
     found = [path for path in folder.iterdir() if path.name != _LOCK]
-    if found and not overwrite:
-        raise UserError(f"output_dir: {folder} holds an earlier run; give another folder, or --overwrite to replace it")
+    if found and not overwrite and not resume:
+        raise UserError(
+            f"output_dir: {folder} holds an earlier run; give another folder, or --overwrite to replace it, or "
+            "--resume auto to go on with it"
+        )
 
 
-def take_output(config: RunConfig, overwrite: bool) -> IO[str]:
-    """Make the folder and lock it; adapters of an earlier run are set aside until this one is complete.
+def take_output(config: RunConfig, overwrite: bool, resume: bool = False) -> IO[str]:
+    """Make the folder and lock it; unless it goes on, an earlier run's files are set aside until this one is complete.
 
     Raises UserError where it cannot be written or another run has it.
     """
@@ -42,13 +52,11 @@ def take_output(config: RunConfig, overwrite: bool) -> IO[str]:
         folder.mkdir(parents=True, exist_ok=True)
         lock = (folder / _LOCK).open("w")
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        check_output(config, overwrite)
-        for name in (METRICS, PICTURE, TRACE):
-            (folder / name).unlink(missing_ok=True)
-        if (folder / ADAPTERS).exists() and any((folder / ADAPTERS).iterdir()):
-            shutil.rmtree(folder / _PREVIOUS, ignore_errors=True)
-            (folder / ADAPTERS).rename(folder / _PREVIOUS)
-        (folder / ADAPTERS).mkdir(exist_ok=True)
+        check_output(config, overwrite, resume)
+        if not resume:
+            _set_aside(folder)
+        for name in (ADAPTERS, CHECKPOINTS, INBOX, ADDED):
+            (folder / name).mkdir(exist_ok=True)
     except BlockingIOError:
         raise UserError(f"output_dir: {folder} is in use by another run; give another folder") from None
     except OSError as error:
@@ -58,12 +66,51 @@ def take_output(config: RunConfig, overwrite: bool) -> IO[str]:
 
 def leave_output(folder: Path, lock: IO[str], complete: bool) -> None:
     """Let go of the folder; after a complete run the adapters that it replaces are deleted."""
-    if complete:
-        shutil.rmtree(folder / _PREVIOUS, ignore_errors=True)
-    elif (folder / _PREVIOUS).exists():
-        print(f"the adapters of the run before are kept in {folder / _PREVIOUS}", flush=True)
+    for old in (folder / _previous(name) for name in _REPLACED):
+        if complete:
+            shutil.rmtree(old, ignore_errors=True)
+        elif old.exists():
+            print(f"what the run before made is kept in {old}", flush=True)
     (folder / _LOCK).unlink(missing_ok=True)
     lock.close()
+
+
+def is_live(folder: Path) -> bool:
+    """Whether a run has the folder now."""
+    try:
+        with (folder / _LOCK).open() as lock:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    return False
+
+
+def _previous(name: str) -> str:
+    return f"{name}.previous"
+
+
+def _set_aside(folder: Path) -> None:
+    for name in (METRICS, PICTURE, TRACE, STATUS):
+        (folder / name).unlink(missing_ok=True)
+    for name in (INBOX, ADDED):
+        shutil.rmtree(folder / name, ignore_errors=True)
+    for name in _REPLACED:
+        if (folder / name).exists() and any((folder / name).iterdir()):
+            shutil.rmtree(folder / _previous(name), ignore_errors=True)
+            (folder / name).rename(folder / _previous(name))
+
+
+def _not_saved(checkpoints: Path) -> list[Path]:
+    """What lies in a folder of checkpoints and is none."""
+    adapters = sorted(checkpoints.iterdir()) if checkpoints.is_dir() else []
+    return [
+        path
+        for adapter in adapters
+        for path in (sorted(adapter.iterdir()) if adapter.is_dir() else [adapter])
+        if not is_version(path) and path.suffix != ".partial"
+    ]
 
 
 def _not_exported(adapters: Path) -> list[Path]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,9 +24,16 @@ from mlora.tasks import SftTask
 from mlora.types import UserError
 
 
+class DataError(UserError):
+    """An adapter's data cannot be read."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Prepared:
-    """What a run starts from. ``layers`` are the layers of each stage, ``in_flight`` the microbatches each holds."""
+    """What a run starts from. ``layers`` are the layers of each stage, ``in_flight`` the microbatches each holds.
+
+    ``parked`` are the adapters that cannot go on now, with the reason.
+    """
 
     folder: Path
     spec: ModelSpec
@@ -33,16 +41,31 @@ class Prepared:
     adapters: list[AdapterRun]
     layers: tuple[int, ...]
     in_flight: tuple[int, ...]
+    parked: Mapping[str, str]
 
 
-def prepare(config: RunConfig, stages: int) -> Prepared:
-    """Read and check all of it, with a line per adapter on what was found. Raises UserError; reads no weights."""
+def prepare(config: RunConfig, stages: int, resumable: Collection[str] = ()) -> Prepared:
+    """Read and check all of it, with a line per adapter on what was found. Raises UserError; reads no weights.
+
+    Where the data of a ``resumable`` adapter cannot be read, that one is parked, and the others go on.
+    """
     folder = resolve_base_model(config.base_model)
     spec = load_spec(folder)
     layers = layer_counts(spec, stages, config.pipeline.layers)
     Checkpoint(folder, spec)
     tokenizer = load_tokenizer(folder, spec.vocab_size)
-    adapters = [_prepare_adapter(i, adapter, spec, tokenizer) for i, adapter in enumerate(config.adapters)]
+    adapters: list[AdapterRun] = []
+    parked: dict[str, str] = {}
+    for adapter in config.adapters:
+        try:
+            adapters.append(prepare_adapter(len(adapters), adapter, spec, tokenizer))
+        except DataError as error:
+            if adapter.name not in resumable:
+                raise
+            parked[adapter.name] = str(error)
+            print(f"{adapter.name}: is parked: {error}", flush=True)
+    if not adapters:
+        raise UserError(next(iter(parked.values())))
     prepared = Prepared(
         folder=folder,
         spec=spec,
@@ -50,6 +73,7 @@ def prepare(config: RunConfig, stages: int) -> Prepared:
         adapters=adapters,
         layers=layers,
         in_flight=in_flight(stages, config.pipeline.in_flight or _factor(config, stages)),
+        parked=parked,
     )
     if stages > 1:
         print(f"{stages} stages of {layers} layers, microbatches in flight {prepared.in_flight}", flush=True)
@@ -81,9 +105,10 @@ def cache_folder() -> Path:
     return (Path(base) if base else Path.home() / ".cache") / "mlora"
 
 
-def _prepare_adapter(
+def prepare_adapter(
     index: int, config: AdapterConfig, spec: ModelSpec, tokenizer: PreTrainedTokenizerBase
 ) -> AdapterRun:
+    """Read and check one adapter. Raises UserError."""
     targets = match_targets(config, spec.num_layers)
     length = min(config.max_length, spec.max_positions)
     if length < config.max_length:
@@ -91,7 +116,10 @@ def _prepare_adapter(
     for warning in deployment_warnings(config):
         print(warning)
     task = SftTask(config.dataset, tokenizer, length, spec.vocab_size)
-    data = open_tokens(config.dataset.path, task.encode, task.digest, cache_folder() / "tokens")
+    try:
+        data = open_tokens(config.dataset.path, task.encode, task.digest, cache_folder() / "tokens")
+    except UserError as error:
+        raise DataError(str(error)) from None
     adapter = AdapterRun(index=index, config=config, data=data, targets=targets)
     _check_rates(adapter)
     print(f"{config.name}: {data.stats.summary()}; {adapter.total_steps} steps, {len(targets)} modules", flush=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Literal
 
@@ -12,12 +12,16 @@ import torch.distributed as dist
 
 from mlora.engine.coordinator import OnStep
 from mlora.engine.device import choose_device, prepare, prepare_for_nccl
+from mlora.engine.exporter import tag
 from mlora.engine.leader import Leader
 from mlora.engine.replicas import lead_replica
+from mlora.engine.requests import Requests, stop
 from mlora.engine.results import Results
+from mlora.engine.signals import StopSignals
 from mlora.engine.worker import Job, Worker, model_digest
 from mlora.engine.world import World
 from mlora.models.weights import resolve_base_model
+from mlora.pipeline.executor import Entry
 from mlora.pipeline.transport.base import Transport, TransportError
 from mlora.pipeline.transport.control import Control
 from mlora.pipeline.transport.distributed import distributed_control, distributed_transport
@@ -25,14 +29,22 @@ from mlora.pipeline.transport.liveness import Liveness
 from mlora.pipeline.transport.local import local_controls, local_transports
 from mlora.types import UserError
 
+_ECHO_S = 3.0  # within which a launcher passes a signal on
+
 
 def train_in_threads(leader: Leader) -> Results:
     """All stages in this process, on one device: stage 0 in this thread, each other stage in its own."""
+    requests = Requests()
+    with StopSignals(lambda number: requests.ask(stop(number))):
+        return _train_in_threads(leader, requests)
+
+
+def _train_in_threads(leader: Leader, requests: Requests) -> Results:
     device = choose_device(leader.job.config.device)
     prepare(device)
     stages = len(leader.job.in_flight)
     if stages == 1:
-        return leader.run(device, None, None)
+        return leader.run(device, None, None, requests, requests.ask)
     transports, controls = local_transports(stages, device), local_controls(stages)
     with ThreadPoolExecutor(stages - 1, thread_name_prefix="stage") as threads:
         others = [
@@ -40,7 +52,7 @@ def train_in_threads(leader: Leader) -> Results:
             for transport, control in zip(transports[1:], controls[1:], strict=True)
         ]
         try:
-            return leader.run(device, transports[0], controls[0])
+            return leader.run(device, transports[0], controls[0], requests, requests.ask)
         except BaseException:
             transports[0].abort()
             controls[0].abort()
@@ -52,7 +64,14 @@ def train_in_processes(world: World, lead: Callable[[int], Leader], on_step: OnS
     """One stage per process. A process that dies or raises ends all others; the first real error is shown last."""
     prepare_for_nccl()
     store = world.open_store()
-    with Liveness(store, world.rank, world.size) as watch:
+    requests = Requests()
+    with (
+        Liveness(store, world.rank, world.size) as watch,
+        StopSignals(
+            lambda number: _ask_all(requests, watch, stop(number)), _ECHO_S, watch.has_failed, watch.leave_word
+        ),
+    ):
+        watch.on_asked(requests.ask)
         control = distributed_control(store, world.rank, world.size)
         watch.abort_on_failure(control.abort)
         leader = lead(world.size) if world.rank == 0 else None
@@ -66,10 +85,10 @@ def train_in_processes(world: World, lead: Callable[[int], Leader], on_step: OnS
             if channel is not None and channel is not control:
                 watch.abort_on_failure(channel.abort)
         if leader is not None:
-            results = leader.run(device, transport, stages, control)
+            results = leader.run(device, transport, stages, requests, watch.ask, control)
             control.publish(results)
         elif world.rank == first:
-            lead_replica(job, device, transport, stages, control, on_step)
+            lead_replica(job, device, transport, stages, control, on_step, requests)
             results = control.next()
         else:
             assert transport is not None and stages is not None
@@ -79,6 +98,11 @@ def train_in_processes(world: World, lead: Callable[[int], Leader], on_step: OnS
             if channel is not None:
                 channel.close()
         return results
+
+
+def _ask_all(requests: Requests, watch: Liveness, what: str) -> None:
+    requests.ask(what)
+    watch.ask(what)
 
 
 def _replica_of(job: Job, world: World) -> tuple[int, range]:
@@ -105,7 +129,12 @@ def _transport(job: Job, store: dist.Store, ranks: range, rank: int, device: tor
 def follow(job: Job, device: torch.device, transport: Transport, control: Control) -> None:
     """Run a stage behind the first, window by window, until the leader ends the stream."""
     _check_model(job)
-    worker = Worker(job, device, transport, lambda entry, matrices: control.send_tensors(matrices))
+
+    def deliver(entry: Entry, tensors: Mapping[str, torch.Tensor]) -> None:
+        control.report(tag(entry))
+        control.send_tensors(tensors)
+
+    worker = Worker(job, device, transport, deliver, lambda entry: control.next())
     worker.run(iter(control.next, None))
     control.gather_objects(worker.executor.timeline)
 

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import math
+import threading
 import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
@@ -16,37 +19,53 @@ from mlora.engine.results import AdapterResult, Results
 class Recorder:
     """Averages losses over an adapter's logging steps, as transformers' Trainer does; the other values are the last."""
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
+    def __init__(self, path: Path, changed: Callable[[], object] = lambda: None) -> None:
+        self._path, self._changed = path, changed
         self._file: IO[str] | None = None
+        self._lock = threading.Lock()
         self._losses: dict[str, list[float]] = {}
         self._marks: dict[str, tuple[float, int]] = {}
 
-    def open(self) -> None:
-        """Open the file; until then nothing is written."""
+    def open(self, source: Path | None = None, steps: Mapping[str, int] | None = None) -> None:
+        """Open the file; until then nothing is written.
+
+        A run that goes on takes from ``source``, which may be the same file, each adapter's lines up to ``steps``: what
+        lies behind will be written again.
+        """
+        if steps is not None and source is not None and source.exists():
+            kept = self._path.with_name(f".{self._path.name}.partial")
+            kept.write_text("".join(_lines_up_to(source, steps)), encoding="utf-8")
+            kept.rename(self._path)
         self._file = self._path.open("a", encoding="utf-8")
 
-    def start(self, adapter: str) -> None:
-        """The adapter's clock for tokens per second starts."""
-        self._marks[adapter] = (time.monotonic(), 0)
-        self._losses[adapter] = []
+    def start(self, adapter: str, earlier: Sequence[StepReport], config: AdapterConfig) -> None:
+        """The adapter's clock for tokens per second starts, behind the steps ``earlier``."""
+        self._marks[adapter] = (time.monotonic(), earlier[-1].num_tokens if earlier else 0)
+        last = max((report.step for report in earlier if _due(report, config)), default=0)
+        self._losses[adapter] = [report.loss for report in earlier[last:]]
 
     def step(self, report: StepReport, config: AdapterConfig) -> None:
         """Take a step's numbers; write them when a logging step, the last step or a skipped step is due."""
         self._losses[report.adapter].append(report.loss)
-        if report.step % config.logging_steps and report.step != report.total_steps and not report.skipped:
+        self._changed()
+        if not _due(report, config):
             return
         entry = self._entry(report)
         self._write(json.dumps(entry) + "\n")
         print(_line(report, entry), flush=True)
+
+    def failed(self, adapter: str, step: int, reason: str) -> None:
+        """An adapter was parked behind ``step``."""
+        self._write(json.dumps({"adapter": adapter, "step": step, "state": "failed", "reason": reason}) + "\n")
 
     def _write(self, line: str) -> None:
         """A full disk costs the file, not the run."""
         if self._file is None:
             return
         try:
-            self._file.write(line)
-            self._file.flush()
+            with self._lock:
+                self._file.write(line)
+                self._file.flush()
         except OSError as error:
             print(f"{self._path} cannot be written: {error.strerror}; the run goes on without it", flush=True)
             self._file = None
@@ -72,6 +91,19 @@ class Recorder:
             "tokens_per_second": round((report.num_tokens - tokens) / max(now - since, 1e-9), 1),
         }
         return entry | ({"skipped": True} if report.skipped else {})
+
+
+def _due(report: StepReport, config: AdapterConfig) -> bool:
+    return not report.step % config.logging_steps or report.step == report.total_steps or report.skipped
+
+
+def _lines_up_to(path: Path, steps: Mapping[str, int]) -> Iterator[str]:
+    """A file's lines of the steps that are done; a line that a crash has cut is left out."""
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        with suppress(ValueError, KeyError, TypeError):
+            entry = json.loads(line)
+            if entry["step"] <= steps.get(entry["adapter"], entry["step"]) and "state" not in entry:
+                yield line + "\n"
 
 
 def print_table(results: Results) -> None:

@@ -1,12 +1,13 @@
 """Adapters dealt to replicas: each replica trains its own over a whole pipeline, and only status comes back.
 
 Rank 0 reads all data and writes all results. It hands every other replica's leader its adapters with their tokens; that
-leader sends back starts, steps and, when an adapter has left, its end and its matrices.
+leader sends back starts, steps and, when an adapter is saved or leaves, its record and its tensors.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,14 +16,17 @@ import torch
 
 from mlora.config import AdapterConfig
 from mlora.data import TokenData
-from mlora.engine.adapter_run import AdapterRun, State, StepReport
+from mlora.engine.adapter_run import AdapterRun, Record, StepReport
+from mlora.engine.cadence import Cadence
 from mlora.engine.coordinator import Coordinator, OnStep, Records
-from mlora.engine.exporter import Collect, Exporter, collected
+from mlora.engine.exporter import Collector, Exporter, Tensors, tag
 from mlora.engine.recorder import Recorder
+from mlora.engine.requests import Requests
 from mlora.engine.worker import Job, Worker
 from mlora.pipeline.executor import Entry, Window
 from mlora.pipeline.transport.base import Transport
 from mlora.pipeline.transport.control import Control
+from mlora.types import module_name
 
 
 def deal(adapters: Sequence[AdapterRun], replicas: int) -> list[list[AdapterRun]]:
@@ -44,15 +48,15 @@ class _Start:
 @dataclass(frozen=True)
 class _Step:
     report: StepReport
-    config: AdapterConfig
 
 
 @dataclass(frozen=True)
-class _Left:
+class _Snapshot:
+    """An adapter's tensors follow: it is saved, or it leaves."""
+
     adapter: int
-    state: State
-    reason: str
-    reports: list[StepReport]
+    record: Record
+    kind: str
 
 
 class RemoteRecorder:
@@ -61,37 +65,35 @@ class RemoteRecorder:
     def __init__(self, control: Control) -> None:
         self._control = control
 
-    def start(self, adapter: str) -> None:
+    def start(self, adapter: str, earlier: Sequence[StepReport], config: AdapterConfig) -> None:
         """The adapter's clock starts."""
         self._control.report(_Start(adapter))
 
     def step(self, report: StepReport, config: AdapterConfig) -> None:
         """A step's numbers."""
-        self._control.report(_Step(report, config))
+        self._control.report(_Step(report))
 
 
 class RemoteExporter:
-    """Exporter of a replica that does not write: an adapter's end and its matrices go to rank 0."""
+    """Exporter of a replica that does not write: an adapter's snapshots go to rank 0, where its end is known by them.
 
-    def __init__(self, control: Control, collect: Collect) -> None:
-        self._control, self._collect = control, collect
+    What rank 0's disk takes for a write is not known here; the time until it is under way stands for it.
+    """
 
-    def take(self, adapter: AdapterRun, matrices: Mapping[str, torch.Tensor]) -> None:
-        """Send the adapter as it has left the stream."""
-        whole = collected(matrices, self._collect)
-        self._control.report(_Left(adapter.index, adapter.state, adapter.reason, adapter.reports))
+    def __init__(self, control: Control, collector: Collector, cadence: Cadence) -> None:
+        self._control, self._collector, self._cadence = control, collector, cadence
+
+    def take(self, adapter: AdapterRun, record: Record, entry: Entry, tensors: Tensors) -> None:
+        """Send the adapter as it is at the entry."""
+        start = time.monotonic()
+        whole = self._collector.collect(tag(entry), tensors)
+        self._control.report(_Snapshot(adapter.index, record, entry.kind))
         self._control.send_tensors(whole)
+        self._cadence.wrote(adapter.config.name, time.monotonic() - start)
 
     def finish(self) -> None:
         """Say that nothing follows."""
         self._control.report(None)
-
-
-def collector(stages: Control | None) -> Collect:
-    """Brings a leaving adapter's matrices from the stages behind the first."""
-    if stages is None:
-        return list
-    return lambda: [stages.receive_tensors(rank) for rank in range(1, stages.world)]
 
 
 def first_stage(
@@ -103,16 +105,41 @@ def first_stage(
     recorder: Records,
     exporter: Exporter | RemoteExporter,
     on_step: OnStep | None,
+    requests: Requests,
+    cadence: Cadence,
 ) -> tuple[Worker, Iterator[Window]]:
     """Stage 0 of a replica and the stream that it leads its stages through."""
-    by_index = {adapter.index: adapter for adapter in adapters}
-    coordinator = Coordinator(job.config, adapters, job.in_flight, recorder, on_step)
+    coordinator = Coordinator(job.config, adapters, job.in_flight, recorder, on_step, requests, cadence)
 
-    def deliver(entry: Entry, matrices: Mapping[str, torch.Tensor]) -> None:
-        exporter.take(by_index[entry.adapter], matrices)
+    def deliver(entry: Entry, tensors: Tensors) -> None:
+        adapter = coordinator.adapter(entry.adapter)
+        exporter.take(adapter, adapter.record(), entry, tensors)
 
-    worker = Worker(job, device, transport, deliver, coordinator)
-    return worker, coordinator.windows(stages.publish if stages else None)
+    def fetch(entry: Entry) -> Tensors:
+        adapter = coordinator.adapter(entry.adapter)
+        tensors, adapter.restored = adapter.restored, None
+        assert tensors is not None
+        return tensors
+
+    def publish(window: Window | None) -> None:
+        """A window, and behind it each stage's part of the checkpoints with which adapters join in it."""
+        assert stages is not None
+        stages.publish(window)
+        for entry in window.entries if window else ():
+            if entry.restored:
+                tensors = coordinator.adapter(entry.adapter).restored
+                assert tensors is not None
+                for rank in range(1, stages.world):
+                    stages.send(rank, _of_layers(tensors, range(*job.first_layers[rank : rank + 2])))
+
+    worker = Worker(job, device, transport, deliver, fetch, coordinator)
+    return worker, coordinator.windows(publish if stages else None)
+
+
+def _of_layers(tensors: Tensors, layers: range) -> dict[str, torch.Tensor]:
+    """What of a checkpoint belongs to these layers or to all."""
+    names = {module_name(layer, "") for layer in layers}
+    return {k: x for k, x in tensors.items() if not k.startswith("model.") or any(k.startswith(n) for n in names)}
 
 
 def lead_replica(
@@ -122,12 +149,16 @@ def lead_replica(
     stages: Control | None,
     world: Control,
     on_step: OnStep | None,
+    requests: Requests,
 ) -> None:
     """Train what rank 0 hands over, as stage 0 of a replica behind the first."""
     adapters = world.next()
-    exporter = RemoteExporter(world, collector(stages))
+    cadence = Cadence(job.config)
+    exporter = RemoteExporter(world, Collector(stages), cadence)
     recorder = RemoteRecorder(world)
-    worker, windows = first_stage(job, adapters, device, transport, stages, recorder, exporter, on_step)
+    worker, windows = first_stage(
+        job, adapters, device, transport, stages, recorder, exporter, on_step, requests, cadence
+    )
     worker.run(windows)
     exporter.finish()
     if stages:
@@ -137,21 +168,29 @@ def lead_replica(
 def hand_over(control: Control, rank: int, adapters: Sequence[AdapterRun]) -> None:
     """Rank 0 gives a replica's leader its adapters with their tokens."""
     control.send(rank, [replace(adapter, data=_in_memory(adapter.data)) for adapter in adapters])
+    for adapter in adapters:
+        adapter.restored = None
 
 
 def receive_all(
     control: Control, rank: int, adapters: Sequence[AdapterRun], recorder: Recorder, exporter: Exporter
 ) -> None:
     """On rank 0, in a thread of its own: write what the replica led by ``rank`` reports, until it has finished."""
+    by_name = {adapter.config.name: adapter for adapter in adapters}
+    by_index = {adapter.index: adapter for adapter in adapters}
     while (message := control.receive(rank)) is not None:
         if isinstance(message, _Start):
-            recorder.start(message.adapter)
+            adapter = by_name[message.adapter]
+            adapter.state = "training"
+            recorder.start(message.adapter, adapter.reports, adapter.config)
         elif isinstance(message, _Step):
-            recorder.step(message.report, message.config)
+            adapter = by_name[message.report.adapter]
+            adapter.reports.append(message.report)
+            recorder.step(message.report, adapter.config)
         else:
-            adapter = next(adapter for adapter in adapters if adapter.index == message.adapter)
-            adapter.state, adapter.reason, adapter.reports = message.state, message.reason, message.reports
-            exporter.write(adapter, control.receive_tensors(rank))
+            adapter, record = by_index[message.adapter], message.record
+            adapter.state, adapter.reason = record.state, record.reason
+            exporter.write(adapter, record, message.kind, control.receive_tensors(rank))
 
 
 def _in_memory(data: TokenData) -> TokenData:

@@ -31,6 +31,7 @@ class Results:
 
     output_dir: Path
     adapters: Mapping[str, AdapterResult]
+    signal: int | None = None  # that stopped the run
 
     @property
     def failed(self) -> tuple[str, ...]:

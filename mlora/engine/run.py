@@ -8,11 +8,11 @@ from typing import Any
 
 from mlora.config import RunConfig, apply_overrides, load_config, parse_config
 from mlora.engine.coordinator import OnStep
-from mlora.engine.leader import Leader
+from mlora.engine.leader import Leader, Start
 from mlora.engine.ranks import train_in_processes, train_in_threads
 from mlora.engine.results import Results
-from mlora.engine.world import torchrun_world
-from mlora.types import UserError
+from mlora.engine.world import torchrun_restarts, torchrun_world
+from mlora.types import Interrupted, UserError
 
 
 def train(
@@ -20,6 +20,8 @@ def train(
     *,
     overrides: Sequence[str] = (),
     overwrite: bool = False,
+    resume: str | Path | None = None,
+    allow_changed: bool = False,
     on_step: OnStep | None = None,
 ) -> Results:
     """Train all adapters of ``config`` together and write each as a PEFT adapter under ``output_dir``/adapters.
@@ -31,20 +33,29 @@ def train(
         config: a RunConfig, its plain form as in the YAML file, or the file's path.
         overrides: ``a.b=c`` strings that change keys of the file.
         overwrite: replace an earlier run in ``output_dir``; without it that is an error.
+        resume: "auto" goes on with the run in ``output_dir`` where there is one; a run folder goes on from that one's
+            checkpoints. A restart by torchrun always goes on.
+        allow_changed: go on even where hyper-parameters or data are others than before.
         on_step: called with the numbers of every optimizer step. "end" ends that adapter as if its last step were done,
             "cancel" ends it without an export; the others go on, and not a bit of theirs changes.
 
     Raises:
         UserError: a mistake in configuration, data or model, before anything is written.
+        Interrupted: SIGINT or SIGTERM has stopped the run; the adapters are in its checkpoints.
     """
 
     def lead(world_size: int) -> Leader:
-        return Leader(_as_config(config, overrides), overwrite, on_step, world_size)
+        return Leader(_as_config(config, overrides), start, on_step, world_size)
 
+    start = Start(overwrite=overwrite, resume=resume, allow_changed=allow_changed, restarts=torchrun_restarts())
     world = torchrun_world()
     if world is not None and world.size > 1:
-        return train_in_processes(world, lead, on_step)
-    return train_in_threads(lead(1))
+        results = train_in_processes(world, lead, on_step)
+    else:
+        results = train_in_threads(lead(1))
+    if results.signal is not None:
+        raise Interrupted(results.signal)
+    return results
 
 
 def _as_config(config: RunConfig | Mapping[str, Any] | str | Path, overrides: Sequence[str]) -> RunConfig:

@@ -88,7 +88,10 @@ def _engine_logits(
     config = _adapter_config(peft_config, folder)
     targets = match_targets(config, spec.num_layers)
     state = AdapterState(config, targets, linear_shapes(spec), layers, torch.float32, device)
-    state.load(matrices)
+    try:
+        state.load(matrices)
+    except UserError as error:
+        raise UserError(f"{folder}: {error}") from None
     stage = Stage(Decoder(spec, Checkpoint(base, spec), layers, torch.float32, device))
     stage.join(0, state)
     sample = (SampleRef(0, 0, len(input_ids)),)

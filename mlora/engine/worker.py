@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,14 +20,14 @@ from mlora.pipeline.stage import Stage
 from mlora.pipeline.transport.base import Transport
 
 Deliver = Callable[[Entry, Mapping[str, torch.Tensor]], None]
+Fetch = Callable[[Entry], Mapping[str, torch.Tensor]]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """What every stage must know of a run, as plain data. ``targets`` are by adapter, ``layers`` per stage."""
+    """What every stage must know of a run, as plain data."""
 
     config: RunConfig
-    targets: tuple[tuple[str, ...], ...]
     first_layers: tuple[int, ...]
     in_flight: tuple[int, ...]
     replicas: int
@@ -51,7 +52,8 @@ class Worker:
         job: the run.
         device: where this stage computes.
         transport: this stage's messages; None where there is one stage.
-        deliver: takes an adapter's matrices of this stage when it leaves, named ``MODULE.A`` and ``MODULE.B``.
+        deliver: takes an adapter's snapshot of this stage when it leaves or is saved, see ``Stage.snapshot``.
+        fetch: brings the snapshot with which an adapter joins that goes on from a checkpoint.
         decider: on stage 0, decides about steps.
     """
 
@@ -61,16 +63,17 @@ class Worker:
         device: torch.device,
         transport: Transport | None,
         deliver: Deliver,
+        fetch: Fetch,
         decider: Decider | None = None,
     ) -> None:
         index = transport.stage if transport else 0
         folder = resolve_base_model(job.config.base_model)
-        self._job, self._device, self._deliver = job, device, deliver
+        self._job, self._device, self._deliver, self._fetch = job, device, deliver, fetch
+        self.waited_s = 0.0  # for snapshots
         self._spec = load_spec(folder)
         self._layers = range(*job.first_layers[index : index + 2])
         model = Decoder(self._spec, Checkpoint(folder, self._spec), self._layers, job.dtype, device)
         self._stage = Stage(model, job.config.recompute)
-        self._states: dict[int, AdapterState] = {}
         self.executor = Executor(self._stage, transport, job.in_flight, job.first_layers, self._meet, decider)
 
     def run(self, windows: Iterable[Window]) -> None:
@@ -82,13 +85,15 @@ class Worker:
             self._stage.reset(entry.slot)
             return
         if entry.kind == "join":
-            config, targets = self._job.config.adapters[entry.adapter], self._job.targets[entry.adapter]
+            assert entry.config is not None
             shapes = linear_shapes(self._spec)
-            state = AdapterState(config, targets, shapes, self._layers, self._job.dtype, self._device)
-            self._states[entry.slot] = state
+            state = AdapterState(entry.config, entry.targets, shapes, self._layers, self._job.dtype, self._device)
             self._stage.join(entry.slot, state)
+            if entry.restored:
+                self._stage.restore(entry.slot, self._fetch(entry))
             return
-        self._stage.leave(entry.slot)
-        matrices = self._states.pop(entry.slot).matrices()
-        pairs = {name: dict(zip("AB", pair, strict=True)) for name, pair in matrices.items()}
-        self._deliver(entry, {f"{name}.{k}": matrix for name, pair in pairs.items() for k, matrix in pair.items()})
+        start = time.perf_counter()
+        self._deliver(entry, self._stage.snapshot(entry.slot))
+        self.waited_s += time.perf_counter() - start
+        if entry.kind == "leave":
+            self._stage.leave(entry.slot)

@@ -26,7 +26,12 @@ class World:
         host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         served = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         store = open_store(host, port, serve=self.rank == 0 and not served)
-        return dist.PrefixStore(f"mlora/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+        return dist.PrefixStore(f"mlora/{torchrun_restarts()}", store)
+
+
+def torchrun_restarts() -> int:
+    """How often torchrun has started this run anew."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
 
 
 def torchrun_world() -> World | None:

@@ -1,7 +1,7 @@
 """The interpreter of a stage's row: one loop for one stage or many, in a process or over a network.
 
 Messages. Down with F: the rows ``[T, D]`` of the microbatch, then three float64 numbers for each STEP that the position
-carries (rate, coefficient, skip). Up with B: dX ``[T, D]``, then for each step that ends in the microbatch Σ loss and
+carries (rate, coefficient, skip, save). Up with B: dX ``[T, D]``, then for each step that ends in the microbatch Σ loss and
 Σ grad² of every layer from the sender's first to the model's last. Shapes follow from the stream, so none travels.
 
 Poison. A stage that cannot compute a microbatch (out of memory, an exception) sends zeros of the planned shape with a
@@ -22,6 +22,7 @@ from typing import Literal, Protocol
 
 import torch
 
+from mlora.config import AdapterConfig
 from mlora.ops.devices import sent
 from mlora.pipeline.schedule import Action, Position, StageRow, StepRef, Timed, drain
 from mlora.pipeline.stage import Batch, Stage
@@ -34,14 +35,19 @@ _AHEAD = 8  # actions of the row that are looked at early, so that their receive
 
 @dataclass(frozen=True, kw_only=True)
 class Entry:
-    """A change of the stream that every stage meets before the same position.
+    """A change of the stream that every stage meets at the same point: before a position, or right behind a STEP.
 
-    An adapter joins or leaves its slot, or its unfinished step is dropped ("reset").
+    An adapter joins or leaves its slot, its unfinished step is dropped ("reset"), or what it is after ``step`` is saved.
+    Who joins brings its ``config`` and ``targets``; ``restored``: from a checkpoint, whose tensors follow.
     """
 
-    kind: Literal["join", "leave", "reset"]
+    kind: Literal["join", "leave", "reset", "save"]
     slot: int
     adapter: int
+    step: int = -1
+    config: AdapterConfig | None = None
+    targets: tuple[str, ...] = ()
+    restored: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,6 +77,8 @@ class Decider(Protocol):
     ) -> StepDecision: ...
 
     def poisoned(self, microbatch: Microbatch, note: str) -> None: ...
+
+    def halted(self) -> bool: ...
 
 
 class Executor:
@@ -163,7 +171,7 @@ class Executor:
     def _forward_specs(self, index: int) -> list[Spec]:
         position = self._positions[index]
         specs = [self._rows_spec(position.microbatch)] if position.microbatch else []
-        return [*specs, Spec((len(position.steps), 3), torch.float64)] if position.steps else specs
+        return [*specs, Spec((len(position.steps), 4), torch.float64)] if position.steps else specs
 
     def _backward_specs(self, index: int) -> list[Spec]:
         microbatch = self._positions[index].microbatch
@@ -182,15 +190,15 @@ class Executor:
         if position.microbatch:
             self._arrived[position.index] = tensors.pop(0)
         for ref, numbers in zip(position.steps, tensors[0].tolist() if position.steps else [], strict=True):
-            rate, coefficient, skip = numbers
-            self._decisions[ref] = StepDecision(rate, coefficient, bool(skip))
+            rate, coefficient, skip, save = numbers
+            self._decisions[ref] = StepDecision(rate, coefficient, bool(skip), bool(save))
 
     def _send_forward(self, action: Action) -> None:
         position = self._positions[_place(action)]
         tensors = [self._leaving.pop(position.index)] if position.microbatch else []
         if position.steps:
             decisions = [self._decisions.pop(ref) for ref in position.steps]
-            rows = [(d.learning_rate, d.coefficient, float(d.skip)) for d in decisions]
+            rows = [(d.learning_rate, d.coefficient, float(d.skip), float(d.save)) for d in decisions]
             tensors.append(torch.tensor(rows, dtype=torch.float64, device=self._stage.model.device))
         assert self._transport is not None
         self._transport.send(Direction.FORWARD, tensors, self._poison.get(position.index, ""))
@@ -243,6 +251,8 @@ class Executor:
     def _attempt(self, action: Action, work: Callable[[], torch.Tensor | None]) -> torch.Tensor | None:
         """The work's result, or None where the microbatch is poisoned, here or before."""
         index = _place(action)
+        if self._decider is not None and self._decider.halted():
+            self._poison.setdefault(index, "the run is being stopped")  # what is planned passes by without work
         if index not in self._poison:
             try:
                 return work()
@@ -273,6 +283,8 @@ class Executor:
             sums = self._sums.pop(ref)
             self._decisions[ref] = self._decider.close_step(sums.position, sums.segment, sums.loss, sums.squares)
         self._stage.step(ref.slot, self._decisions[ref])
+        if self._decisions[ref].save:
+            self._meet(Entry(kind="save", slot=ref.slot, adapter=ref.adapter, step=ref.step))
         if self._stage.model.is_last:
             del self._decisions[ref]
 

@@ -203,6 +203,14 @@ class Stage:
         count = int((batch.targets_T != IGNORE).sum())
         return torch.zeros_like(out_TD).index_copy_(0, rows_N[:count], dout_ND[:count])
 
+    def snapshot(self, slot: int) -> dict[str, torch.Tensor]:
+        """Host copies of the slot's matrices, moments and AdamW's count, see ``Optimizer.snapshot``."""
+        return self._optimizers[slot].snapshot()
+
+    def restore(self, slot: int, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Put a snapshot, perhaps of other stages, into the slot."""
+        self._optimizers[slot].restore(tensors)
+
     def _keep_losses(self, batch: Batch, nll_N: torch.Tensor) -> None:
         start = 0
         for segment in batch.microbatch.segments:

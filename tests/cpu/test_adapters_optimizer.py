@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,6 +13,8 @@ from mlora import UserError, parse_config
 from mlora.adapters.optimizer import Optimizer, clip_coefficient, learning_rate, warmup_steps
 from mlora.adapters.state import AdapterState
 from mlora.adapters.targets import match_targets
+from mlora.pipeline.stage import Stage
+from mlora.types import StepDecision
 
 SHAPES = {
     "q_proj": (48, 32),
@@ -210,3 +213,54 @@ def test_groups_are_views_of_the_compute_copy_and_the_gradients():
         bool((x == v).all()) for x, v in zip(_gradients(state)["model.layers.1.self_attn.v_proj"], (2, 3), strict=True)
     )
     assert state.grad.count_nonzero() == 5 * 32 + 5 * 16
+
+
+def _stage(layers, **keys) -> tuple[Stage, AdapterState]:
+    stage, state = Stage(SimpleNamespace(layers=layers, forward=None, backward=None)), _state(layers, **keys)
+    stage.join(0, state)
+    return stage, state
+
+
+def _step(stage, state, seed) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    whole = torch.randn(LAYERS, 1 << 16, generator=generator)
+    for layer, start, stop in zip(state.layers, state._layer_starts, state._layer_starts[1:], strict=False):
+        state.grad[start:stop] = whole[layer, : stop - start]
+    stage.step(0, StepDecision(0.1, 0.5, skip=False))
+
+
+@pytest.mark.parametrize("optim", ["adamw_torch", "sgd"])
+def test_snapshots_of_two_stages_go_on_in_one_and_the_reverse(optim):
+    """Three steps straight, and three with a change of stages behind the first and the second."""
+    straight, state = _stage(range(LAYERS), optim=optim, weight_decay=0.1)
+    for seed in range(3):
+        _step(straight, state, seed)
+    parts = [_stage(range(1), optim=optim, weight_decay=0.1), _stage(range(1, LAYERS), optim=optim, weight_decay=0.1)]
+    saved = {}
+    for part in parts:
+        _step(*part, 0)
+        saved |= part[0].snapshot(0)
+    one, its_state = _stage(range(LAYERS), optim=optim, weight_decay=0.1)
+    one.restore(0, saved)
+    _step(one, its_state, 1)
+    saved = one.snapshot(0)
+    found = {}
+    for layers in (range(2), range(2, LAYERS)):
+        part = _stage(layers, optim=optim, weight_decay=0.1)
+        part[0].restore(0, saved)
+        _step(*part, 2)
+        found |= part[0].snapshot(0)
+    wanted = straight.snapshot(0)
+    assert wanted.keys() == found.keys()
+    assert all(torch.equal(wanted[name], found[name]) for name in wanted)
+    assert ("optimizer.step" in wanted) == (optim == "adamw_torch") and any(x.any() for x in wanted.values())
+
+
+def test_a_snapshot_does_not_change_with_later_steps():
+    stage, state = _stage(range(LAYERS))
+    _step(stage, state, 0)
+    saved = stage.snapshot(0)
+    before = {name: x.clone() for name, x in saved.items()}
+    _step(stage, state, 1)
+    assert all(torch.equal(saved[name], before[name]) for name in saved)
+    assert not torch.equal(saved["optimizer.step"], stage.snapshot(0)["optimizer.step"])

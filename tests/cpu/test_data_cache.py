@@ -50,7 +50,16 @@ def test_samples_counts_and_types(tmp_path, path):
     assert data.lengths.tolist() == [3, 9, 2, 5]
     assert data.target_tokens.tolist() == [2, 2, 1, 2]  # a row's first label is predicted by nothing
     assert data.lengths.dtype == data.target_tokens.dtype == np.int32
-    assert isinstance(data.lengths, np.memmap) and isinstance(data.sample(0)[0], np.memmap)
+    assert isinstance(data.sample(0)[0], np.memmap), "what is per token is not held in memory"
+
+
+def test_a_cache_that_is_cut_under_a_run_is_an_error_and_no_crash(tmp_path, path):
+    data = open_tokens(path, encode, "d", tmp_path / "cache")
+    (entry,) = (tmp_path / "cache").iterdir()
+    with (entry / "ids").open("r+b") as file:
+        file.truncate(8)
+    with pytest.raises(OSError, match=r"token cache of its data was cut to 8 of 76 bytes"):
+        data.sample(1)
 
 
 def test_stats_and_their_line(tmp_path, path):

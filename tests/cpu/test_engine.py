@@ -236,8 +236,10 @@ def test_numbers_that_are_not_finite_are_written_as_text(tmp_path, model, rows, 
     monkeypatch.setattr(AdapterState, "sums_of_squares", lambda self: [math.nan])
     results = run(tmp_path / "run", model, [_adapter(rows, max_steps=9, max_nonfinite_steps=2)])
     text = (tmp_path / "run" / "metrics.jsonl").read_text()
-    lines = [json.loads(line, parse_constant=pytest.fail) for line in text.splitlines()]
+    *lines, last = [json.loads(line, parse_constant=pytest.fail) for line in text.splitlines()]
     assert [(line["grad_norm"], line["skipped"]) for line in lines] == [("nan", True)] * 2
+    reason = results.adapters["a"].reason
+    assert last == {"adapter": "a", "step": 2, "state": "failed", "reason": reason}
     assert results.failed == ("a",) and results.adapters["a"].folder is None
     assert "not finite in 2 steps in a row, the last one step 2" in results.adapters["a"].reason
     shown = capsys.readouterr().out

@@ -47,7 +47,8 @@ def _slurm_command() -> list[str]:
     (line,) = [line for line in text.splitlines() if line.startswith("srun")]
     filled = re.sub(r"\$\{?(\w+)(?::-\w+)?\}?", lambda match: SLURM[match[1]], line)
     words = shlex.split(filled)
-    return words[words.index("torchrun") :]
+    assert words[-1] == "&", "else the shell hears of a signal only when the run is over"
+    return words[words.index("torchrun") : -1]
 
 
 def _train_job() -> dict[str, Any]:
@@ -93,7 +94,9 @@ def test_the_script():
 
 
 def test_slurm():
-    arguments = _parsed(_slurm_command())
+    command = _slurm_command()
+    arguments = _parsed(command)
+    assert command[-2:] == ["--resume", "auto"]
     assert (arguments.nnodes, arguments.nproc_per_node) == ("2", "4")
     assert (arguments.rdzv_backend, arguments.rdzv_endpoint, arguments.rdzv_id) == ("c10d", "host1:20007", "7")
 

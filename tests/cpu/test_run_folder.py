@@ -70,6 +70,31 @@ def test_a_second_run_in_the_same_folder_is_refused(tmp_path, model, adapter):
     mlora.train(config, overwrite=True)
 
 
+def test_what_is_no_checkpoint_and_links_to_elsewhere_are_never_touched(tmp_path, model, adapter):
+    folder = tmp_path / "run"
+    run(folder, model, [adapter])
+    (folder / "checkpoints/a/notes.txt").write_text("mine")
+    for keys in ({"overwrite": True}, {"resume": "auto"}):
+        with pytest.raises(UserError, match=r"checkpoints/a/notes.txt is not from a run"):
+            mlora.train(_config(model, folder, adapter), **keys)
+    (folder / "checkpoints/a/notes.txt").unlink()
+    (folder / "checkpoints").rename(tmp_path / "elsewhere")
+    (folder / "checkpoints").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(UserError, match=r"run/checkpoints is not from a run"):
+        mlora.train(_config(model, folder, adapter), resume="auto")
+    assert (tmp_path / "elsewhere/a").is_dir()
+
+
+def test_overwrite_keeps_the_checkpoints_of_before_until_the_run_is_complete(tmp_path, model, adapter):
+    folder = tmp_path / "run"
+    run(folder, model, [adapter])
+    diverging = adapter | {"learning_rate": 1e9, "weight_decay": 1e9, "max_steps": 4, "max_grad_norm": 0}
+    mlora.train(_config(model, folder, diverging), overwrite=True)
+    assert [path.name for path in (folder / "checkpoints.previous/a").iterdir()] == ["000001-step2"]
+    mlora.train(_config(model, folder, adapter), overwrite=True)
+    assert not (folder / "checkpoints.previous").exists()
+
+
 @pytest.mark.parametrize(
     "pattern", [".*self_attn.*", r"model\.layers\.1\..*", ".*(q_proj|lm_head)", ".*q_proj|.*embed_tokens"]
 )

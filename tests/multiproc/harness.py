@@ -14,7 +14,7 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 # Importing torch takes seconds: one server does it, and every process is a fork of that server.
 FORKS = multiprocessing.get_context("forkserver")
-FORKS.set_forkserver_preload(["torch", "torch.distributed", "pytest"])
+FORKS.set_forkserver_preload(["torch", "torch.distributed", "pytest", "mlora.engine.run"])
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,9 @@ import torch
 from mlora import parse_config
 from mlora.config import RunConfig
 from mlora.engine.adapter_run import AdapterRun, StepReport
+from mlora.engine.cadence import Cadence
 from mlora.engine.coordinator import Coordinator
+from mlora.engine.requests import Requests
 from mlora.pipeline.executor import Entry, Executor, Window
 from mlora.pipeline.schedule import (
     CostModel,
@@ -161,7 +163,7 @@ class EvaluatedRun(AdapterRun):
 
 
 class QuietRecorder:
-    def start(self, adapter: str) -> None: ...
+    def start(self, adapter: str, earlier: object, config: object) -> None: ...
 
     def step(self, report: StepReport, config: object) -> None: ...
 
@@ -183,7 +185,7 @@ def _coordinator(config: RunConfig, flight: tuple[int, ...]) -> Coordinator:
     def on_step(report: StepReport) -> str | None:
         return "end" if (report.adapter, report.step) == (ENDED_EARLY, AT_STEP) else None
 
-    return Coordinator(config, adapters, flight, QuietRecorder(), on_step)
+    return Coordinator(config, adapters, flight, QuietRecorder(), on_step, Requests(), Cadence(config))
 
 
 class FlushingExecutor(Executor):

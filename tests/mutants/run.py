@@ -21,6 +21,10 @@ SHARED = "tests/cpu/test_solo_shared.py"
 STAGES = "tests/cpu/test_stages.py::test_stages_change_no_bit"
 POISON = "tests/cpu/test_poison.py"
 EXPORT = "tests/cpu/test_export.py"
+RESUME = "tests/cpu/test_resume.py"
+CRASH = f"{RESUME}::test_a_crash_changes_no_bit_also_over_other_stages"
+VERSIONS = "tests/cpu/test_versions.py"
+ISOLATION = "tests/cpu/test_isolation.py"
 COMPANY = f"{SHARED}::test_company_and_cuts_change_no_bit"
 # invariant, mutant, the test that must catch it
 MUTANTS = (
@@ -45,6 +49,25 @@ MUTANTS = (
     (3, "decision_of_the_first_stage_only", STAGES),
     (3, "loss_forgotten_upstream", STAGES),
     (3, "dealt_adapter_forgets_its_stages", "tests/multiproc/test_training.py::test_replicas_give_the_bits_of_one"),
+    (4, "moments_not_restored", CRASH),
+    (4, "count_not_restored", CRASH),
+    (4, "saved_before_the_step", CRASH),
+    (4, "cursor_begins_anew", CRASH),
+    (4, "snapshot_of_the_first_stage_only", CRASH),
+    (4, "snapshot_is_no_copy", "tests/cpu/test_adapters_optimizer.py"),
+    (4, "compute_copy_not_restored", CRASH),
+    (4, "losses_between_lines_forgotten", CRASH),
+    (4, "lines_behind_the_checkpoint_kept", CRASH),
+    (4, "changed_keys_not_looked_at", f"{RESUME}::test_a_changed_key_is_named_and_needs_a_word"),
+    (4, "version_in_its_place_at_once", VERSIONS),
+    (4, "sums_not_looked_at", VERSIONS),
+    (4, "edited_manifest_taken", VERSIONS),
+    (
+        4,
+        "step_under_a_stop_is_taken",
+        "tests/cpu/test_signals.py::test_the_first_signal_saves_and_ends_and_nothing_is_lost",
+    ),
+    (4, "restart_begins_anew", "tests/multiproc/test_restarts.py::test_torchrun_brings_a_killed_run_back_by_itself"),
     (5, "mask_of_each_draw", f"{SHARED}::test_recompute_changes_no_bit"),
     (5, "recompute_from_rounded_inputs", f"{SHARED}::test_recompute_changes_no_bit"),
     (5, "recompute_without_adapters", f"{SHARED}::test_recompute_changes_no_bit"),
@@ -55,6 +78,9 @@ MUTANTS = (
     (6, "retry_keeps_the_gradients", f"{POISON}::test_a_step_that_was_half_planned_is_repeated_from_its_first_sample"),
     (6, "steps_before_the_retry_count", POISON),
     (6, "poison_is_not_passed_on", POISON),
+    (6, "unreadable_data_end_all", f"{ISOLATION}::test_data_that_become_unreadable"),
+    (6, "unreadable_rows_are_trained", f"{ISOLATION}::test_data_that_become_unreadable"),
+    (6, "parked_for_ever", f"{ISOLATION}::test_what_an_exception_has_parked_goes_on_from_its_last_good_step"),
     (7, "zero_b_written", EXPORT),
     (7, "alpha_of_the_scaling", EXPORT),
     (7, "missing_layer_written", EXPORT),

@@ -149,6 +149,9 @@ TOP_BAD = {
     "defaults name": ({"defaults": {"name": "x"}}, "defaults.name: every adapter has its own name"),
     "defaults unknown": ({"defaults": {"rr": 1}}, "defaults.rr: unknown key"),
     "defaults refused": ({"defaults": {"use_dora": True}}, "defaults.use_dora: True is not supported: DoRA"),
+    "save_steps": ({"save_steps": 0}, "save_steps: 0 is not a positive number"),
+    "save_seconds": ({"save_seconds": 0}, "save_seconds: 0 is not a positive number of seconds"),
+    "save_total_limit": ({"save_total_limit": 0}, "save_total_limit: 0 is not a positive number"),
     "pipeline": ({"pipeline": {"stage": 2}}, "pipeline.stage: unknown key; did you mean 'stages'?"),
 }
 
@@ -321,7 +324,8 @@ def test_adding_a_key_is_a_decision():
         return " ".join(field.name for field in dataclasses.fields(cls))
 
     assert keys(RunConfig) == (
-        "base_model adapters output_dir dtype device microbatch_tokens max_active pipeline recompute"
+        "base_model adapters output_dir dtype device microbatch_tokens max_active pipeline recompute "
+        "save_steps save_seconds save_total_limit"
     )
     assert keys(PipelineConfig) == "stages replicas layers in_flight transport"
     assert keys(DatasetConfig) == "path format columns chat_template train_on"
@@ -341,8 +345,11 @@ def test_adding_a_flag_is_a_decision():
         for name, command in commands.choices.items()
     }
     assert flags == {
-        "train": "-h --help config --set --overwrite --nproc",
+        "train": "-h --help config --set --overwrite --resume --allow-changed --nproc",
         "plan": "-h --help config --stages --set --picture",
+        "status": "-h --help run_dir --json",
+        "add": "-h --help run_dir file",
+        "stop": "-h --help run_dir name",
         "verify": "-h --help output_dir",
         "env": "-h --help",
     }

@@ -60,6 +60,14 @@ class Board:
         """Whether all ranks are marked, waiting up to ``wait_s`` seconds for it."""
         return self._wait([f"{what}/{rank}" for rank in ranks], wait_s)
 
+    def ask(self, what: str) -> None:
+        """Put a wish before all ranks."""
+        self._store.set(f"ask/{self._store.add('asks', 1)}", what)
+
+    def asked(self, seen: int) -> list[str]:
+        """The wishes behind the first ``seen``."""
+        return [self._store.get(f"ask/{i}").decode() for i in range(seen + 1, self._store.add("asks", 0) + 1)]
+
     def report(self, failure: Failure) -> None:
         """Write a failure unless one of its kind is there: the store decides which was first."""
         self._store.compare_set(_key(failure.consequence), "", json.dumps(asdict(failure)))

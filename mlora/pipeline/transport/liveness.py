@@ -12,7 +12,6 @@ import atexit
 import faulthandler
 import json
 import os
-import signal
 import socket
 import sys
 import threading
@@ -38,8 +37,7 @@ class Liveness:
     Leaving it without an exception marks a clean end. Leaving it with one reports the exception, aborts, prints the
     first real failure of the run as the last line, and raises SystemExit (2 if it was a UserError, else 1). Make and close
     transports inside it, so that a failure is reported before their connections go, and name their ``abort`` with
-    ``abort_on_failure``. A rank that its launcher ends with SIGTERM leaves word of it: the others, on other hosts, only
-    see its connections go.
+    ``abort_on_failure``.
 
     The watch has its own connections to ``store``. A peer silent for ``silent_s`` seconds counts as dead.
     ``on_failure`` is called once, in a thread of the watch, with one line, when another rank has failed; the default
@@ -66,10 +64,11 @@ class Liveness:
         self._code = 1
         self._launched, self._parent = "TORCHELASTIC_RUN_ID" in os.environ, os.getppid()
         self._stop = threading.Event()
-        self._board = Board(store)
+        self._store, self._board = store, Board(store)
+        self._on_asked: Callable[[str], None] | None = None
+        self._seen = 0  # wishes that were passed on
         self._board.set_host(rank, self._host)
         self._last_round = time.monotonic()
-        self._listen_for_sigterm()
         self._threads = [
             threading.Thread(target=self._beat, args=(Board(store),), name="beats", daemon=True),
             threading.Thread(target=self._watch_store, name="watch over the store", daemon=True),
@@ -84,6 +83,25 @@ class Liveness:
             failed = self._known is not None
         if failed:
             abort()
+
+    def on_asked(self, call: Callable[[str], None]) -> None:
+        """Call ``call``, in a thread of the watch, with what any rank asks of all from now on and has asked before."""
+        self._on_asked = call
+
+    def ask(self, what: str) -> None:
+        """Put a wish before all ranks, this one too: they hear of it within ``beat_s`` seconds. From any thread."""
+        _unless_gone(lambda: Board(self._store).ask(what))
+
+    def has_failed(self) -> bool:
+        """Whether a rank has failed: known here, or because torchrun has lost a process on this host. Any thread."""
+        return self._known is not None or (self._launched and _a_sibling_is_gone())
+
+    def leave_word(self, reason: str) -> None:
+        """Tell the others, within ``beat_s`` seconds, why this rank ends: those on other hosts only see it go."""
+        failure = Failure(rank=self._rank, host=self._host, reason=reason, consequence=True)
+        report = threading.Thread(target=_unless_gone, args=(lambda: Board(self._store).report(failure),), daemon=True)
+        report.start()
+        report.join(self._beat_s)
 
     def finish(self) -> None:
         """Mark a clean end: from now on this rank's silence means nothing.
@@ -138,30 +156,6 @@ class Liveness:
         for thread in self._threads:
             thread.join(self._grace_s)
 
-    def _listen_for_sigterm(self) -> None:
-        """Where nobody else does. Python allows it in the main thread only, but that one may hang in a connection and
-        then runs no handler; so the signal's number goes through a pipe to a thread."""
-        main = threading.current_thread() is threading.main_thread()
-        if not main or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
-            return
-        reading, writing = os.pipe()
-        os.set_blocking(writing, False)
-        signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
-        signal.signal(signal.SIGTERM, lambda *_: None)
-        threading.Thread(target=self._end_by_sigterm, args=(reading,), daemon=True).start()
-
-    def _end_by_sigterm(self, reading: int) -> None:
-        """Wait for the signal; leave word of it if the store answers soon, and end."""
-        while os.read(reading, 1) != bytes([signal.SIGTERM]):
-            continue
-        if not self._stop.is_set():
-            reason = "ended by SIGTERM; what its launcher shows on that host says why"
-            failure = Failure(rank=self._rank, host=self._host, reason=reason, consequence=True)
-            report = threading.Thread(target=_unless_gone, args=(lambda: self._board.report(failure),), daemon=True)
-            report.start()
-            report.join(self._beat_s)
-        os._exit(128 + signal.SIGTERM)
-
     def _failure(self, error: BaseException) -> Failure:
         plain = isinstance(error, UserError)
         text = " ".join(str(error).split())
@@ -182,11 +176,19 @@ class Liveness:
                 if failure := board.first_failure() or self._orphaned(board) or self._silent_peer(board, heard):
                     self._notice(failure)
                     return
+                self._pass_on(board)
                 self._last_round = time.monotonic()
                 self._stop.wait(self._beat_s)
         except RuntimeError as error:
             if not self._stop.is_set():
                 self._notice(_store_gone(error))
+
+    def _pass_on(self, board: Board) -> None:
+        """Wishes that nobody here takes yet are kept."""
+        if self._on_asked is not None:
+            for what in board.asked(self._seen):
+                self._seen += 1
+                self._on_asked(what)
 
     def _orphaned(self, board: Board) -> Failure | None:
         """A Failure, also reported, if torchrun on this host is gone: nobody would end this process or see its end."""
@@ -276,6 +278,19 @@ def tell_launcher(line: str) -> None:
     if path:
         facts = {"message": line, "extraInfo": {"py_callstack": line, "timestamp": str(int(time.time()))}}
         Path(path).write_text(json.dumps({"message": facts}))
+
+
+def _a_sibling_is_gone() -> bool:
+    """Whether torchrun has fewer processes on this host than it started; False where the system does not tell."""
+    parent, alive = os.getppid(), 0
+    try:
+        children = Path(f"/proc/{parent}/task/{parent}/children").read_text().split()
+    except OSError:
+        return False
+    for child in children:
+        with suppress(OSError):  # a process that has just gone, or a zombie, which has no environment left
+            alive += b"LOCAL_RANK=" in Path(f"/proc/{child}/environ").read_bytes()
+    return alive < int(os.environ["LOCAL_WORLD_SIZE"])
 
 
 def _unless_gone(call: Callable[[], object]) -> None:

@@ -1,0 +1,169 @@
+"""From an adapter's record to a version on disk and back, and what must be the same for a run to go on exactly."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mlora.checkpoint.versions import Manifest, Version, newest_sound, write_version
+from mlora.config import AdapterConfig
+from mlora.engine.adapter_run import AdapterRun, Record, StepReport
+from mlora.models.spec import ModelSpec, linear_shapes
+from mlora.types import UserError
+
+_HISTORY = "history"  # float64 [steps, 5]: loss, grad_norm, learning_rate, num_tokens, skipped
+_FREE = ("logging_steps", "dataset")  # change no bit; of the data the tokens count, not the path
+_FIXED = ("r", "target_modules", "exclude_modules", "layers_to_transform", "optim")  # give the tensors their shapes
+_SIZES = ("hidden_size", "layers", "vocab_size")
+
+
+def base_facts(spec: ModelSpec, model_digest: str, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
+    """What identifies the frozen model and how it is computed."""
+    sizes = {"hidden_size": spec.hidden_size, "layers": spec.num_layers, "vocab_size": spec.vocab_size}
+    return {**sizes, "model": model_digest, "dtype": str(dtype).removeprefix("torch."), "device": device.type}
+
+
+def write_checkpoint(
+    folder: Path,
+    adapter: AdapterRun,
+    record: Record,
+    tensors: Mapping[str, Tensor],
+    base: Mapping[str, Any],
+    keep: int,
+) -> Path:
+    """Write ``adapter`` as it was at ``record`` into its own folder under ``folder``. Raises WriteError."""
+    manifest = Manifest(
+        adapter=adapter.config.name,
+        step=record.step,
+        total_steps=record.total_steps,
+        state=record.state,
+        reason=record.reason,
+        nonfinite_in_a_row=record.nonfinite_in_a_row,
+        config=adapter.config.plain(),
+        base=dict(base),
+        data=adapter.data.digest,
+        saved=time.time(),
+    )
+    rows = [(r.loss, r.grad_norm, r.learning_rate, r.num_tokens, r.skipped) for r in record.reports]
+    history = torch.tensor(rows, dtype=torch.float64).view(-1, 5)
+    return write_version(folder / manifest.adapter, manifest, {**tensors, _HISTORY: history}, keep)
+
+
+@dataclass(frozen=True)
+class Resume:
+    """Where a run goes on from. ``folder`` holds the adapters' checkpoints, each in a folder of its name."""
+
+    folder: Path
+    allow_changed: bool
+
+    def apply(
+        self, adapters: Sequence[AdapterRun], parked: Collection[str], spec: ModelSpec, base: Mapping[str, Any]
+    ) -> None:
+        """Put every adapter where its newest sound checkpoint was; those without one begin at their first step.
+
+        Raises UserError that names all keys whose change would give other bits, unless they may change; and always
+        where the tensors are not those of the adapter.
+        """
+        changes: list[str] = []
+        for adapter in adapters:
+            version = newest_sound(self.folder / adapter.config.name, _tell)
+            if version is None:
+                _tell(f"{adapter.config.name}: no checkpoint; it begins at its first step")
+                continue
+            _check_base(version, base)
+            _check_shapes(version, adapter, spec)
+            changes += _changes(version, adapter, base)
+            adapter.resume(_record(version, adapter), {k: x for k, x in version.tensors.items() if k != _HISTORY})
+            how = "goes on" if adapter.state == "waiting" else f"stays {adapter.state}"
+            _tell(f"{adapter.config.name}: {how} behind step {version.manifest.step} of {adapter.total_steps}")
+        if changes and not self.allow_changed:
+            raise UserError(
+                f"{'; '.join(changes)}: the result would be another than without the interruption; write it back, or "
+                "--allow-changed to go on like this"
+            )
+        names = {adapter.config.name for adapter in adapters} | set(parked)
+        for path in sorted(self.folder.iterdir()) if self.folder.is_dir() else ():
+            if path.name not in names:
+                _tell(f"{path.name}: is not in the configuration any more; its checkpoints stay in {path}")
+
+
+def _tell(text: str) -> None:
+    print(text, flush=True)
+
+
+def _record(version: Version, adapter: AdapterRun) -> Record:
+    manifest = version.manifest
+    return Record(
+        step=manifest.step,
+        total_steps=manifest.total_steps,
+        state=manifest.state,  # type: ignore[arg-type]  # sealed: written by us from a State
+        reason=manifest.reason,
+        nonfinite_in_a_row=manifest.nonfinite_in_a_row,
+        reports=tuple(_report(adapter, i, row) for i, row in enumerate(version.tensors[_HISTORY].tolist())),
+    )
+
+
+def _report(adapter: AdapterRun, step: int, row: Sequence[float]) -> StepReport:
+    loss, grad_norm, rate, tokens, skipped = row
+    return StepReport(
+        adapter=adapter.config.name,
+        step=step + 1,
+        total_steps=adapter.total_steps,
+        epoch=adapter.sampler.epoch(step),
+        loss=loss,
+        grad_norm=grad_norm,
+        learning_rate=rate,
+        num_tokens=int(tokens),
+        skipped=bool(skipped),
+    )
+
+
+def _check_base(version: Version, base: Mapping[str, Any]) -> None:
+    was = version.manifest.base
+    wrong = [f"{key} {was[key]}, not {base[key]}" for key in _SIZES if was[key] != base[key]]
+    if wrong:
+        raise UserError(f"{version.folder}: was made for another base model: {', '.join(wrong)}; give that base_model")
+
+
+def _check_shapes(version: Version, adapter: AdapterRun, spec: ModelSpec) -> None:
+    """The checkpoint has just the tensors of the adapter, so that every stage will find its own."""
+    shapes, r = linear_shapes(spec), adapter.config.r
+    wanted: dict[str, tuple[int, ...]] = {}
+    for name in adapter.targets:
+        out_features, in_features = shapes[name.split(".")[-1]]
+        wanted |= {f"{name}.A": (r, in_features), f"{name}.B": (r, out_features)}
+    found = {name: tuple(x.shape) for name, x in version.tensors.items() if name.endswith((".A", ".B"))}
+    changed = _changed_keys(version.manifest.config, adapter.config, _FIXED)
+    if found != wanted or "optim" in changed:
+        what = ", ".join(changed) or "its modules"
+        raise UserError(
+            f"adapters[{adapter.config.name}]: {what} cannot change in mid-training, and {version.folder} has other "
+            "values; write them back, or train under another name"
+        )
+
+
+def _changes(version: Version, adapter: AdapterRun, base: Mapping[str, Any]) -> list[str]:
+    """What differs from when the checkpoint was written and decides about bits."""
+    was, now = version.manifest, adapter.config.plain()
+    keys = _changed_keys(was.config, adapter.config, [key for key in now if key not in _FREE + _FIXED])
+    place = f"adapters[{adapter.config.name}]"
+    found = [f"{place}.{key} is {now[key]!r} and was {was.config.get(key)!r}" for key in keys]
+    if was.data != adapter.data.digest:
+        found.append(f"{place}.dataset: {adapter.config.dataset.path} gives other tokens than it did")
+    found += [
+        f"{key} is {base[key]} and was {was.base[key]}" for key in ("dtype", "device") if was.base[key] != base[key]
+    ]
+    if was.base["model"] != base["model"]:
+        found.append("base_model: its files are others than they were")
+    return found
+
+
+def _changed_keys(was: Mapping[str, Any], now: AdapterConfig, keys: Sequence[str]) -> list[str]:
+    plain = now.plain()
+    return [key for key in keys if was.get(key) != plain[key]]

@@ -1,0 +1,197 @@
+"""Adding and stopping adapters while a run goes, without a drain, and what ``mlora status`` shows of it."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+
+import pytest
+
+import mlora
+from mlora import UserError, cli
+from mlora.engine import inbox
+from mlora.engine.inbox import leave_adapters, leave_stop
+from mlora.engine.status import read_status, status_table
+from tests.cpu.runs import outcome, write_rows
+from tests.cpu.tiny import save_tiny
+
+ENDLESS = 10**6
+DEADLINE_S = 60
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return save_tiny(tmp_path_factory.mktemp("model"), "llama3.2", num_hidden_layers=4)
+
+
+@pytest.fixture(scope="module")
+def adapters(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("data")
+    common = {"learning_rate": 1e-2, "warmup_steps": 0, "per_device_train_batch_size": 2, "r": 4, "max_steps": 6}
+    rows = {name: str(write_rows(folder / f"{name}.jsonl", 12, i, 20)) for i, name in enumerate("abc")}
+    return [common | {"name": name, "dataset": rows[name]} for name in "abc"]
+
+
+def config(model, adapters, folder, stages=1, **top):
+    pipeline = {"stages": stages, "transport": "local"}
+    return {"base_model": str(model), "output_dir": str(folder), "adapters": adapters, "pipeline": pipeline, **top}
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    monkeypatch.setattr(inbox, "_EVERY_S", 0.02)
+
+
+def other_thread(work):
+    """Runs ``work`` beside the training; returns a function that waits for it and raises what it raised."""
+    errors = []
+
+    def guarded():
+        try:
+            work()
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=guarded)
+    thread.start()
+
+    def join():
+        thread.join(DEADLINE_S)
+        assert not thread.is_alive()
+        for error in errors:
+            raise error
+
+    return join
+
+
+def until(folder, condition):
+    end = time.monotonic() + DEADLINE_S
+    while True:
+        try:
+            tree = read_status(folder)
+            if tree["live"] and condition(tree["adapters"]):
+                return tree
+        except UserError:
+            pass
+        assert time.monotonic() < end, tree
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize("stages", [1, 3])
+def test_add_and_stop_change_no_bit_of_anybody(tmp_path, model, adapters, stages):
+    """b joins a run of an endless a and takes a free slot; when it has ended, a is stopped, and c had been beside."""
+    alone = mlora.train(config(model, adapters, tmp_path / "alone"))
+    folder = tmp_path / "run"
+    (tmp_path / "b.yaml").write_text(json.dumps({"adapters": [adapters[1]]}))
+
+    def beside():
+        until(folder, lambda shown: shown["a"]["step"] >= 2)
+        assert cli.main(["add", str(folder), str(tmp_path / "b.yaml")]) == 0
+        until(folder, lambda shown: shown.get("b", {}).get("state") == "ended")
+        assert cli.main(["stop", str(folder), "a"]) == 0
+
+    join = other_thread(beside)
+    endless = [adapters[0] | {"max_steps": ENDLESS, "lr_scheduler_type": "constant"}, adapters[2]]
+    results = mlora.train(config(model, endless, folder, stages))
+    join()
+    for name in "bc":
+        assert not outcome(alone, name).differences(outcome(results, name)), name
+    stopped = results.adapters["a"]
+    assert stopped.state == "ended" and stopped.folder is not None
+    assert stopped.reason == f"by mlora stop after step {len(stopped.reports)}"
+    assert list((folder / "inbox").iterdir()) == []
+    again = mlora.train(config(model, endless, folder), resume="auto", on_step=lambda report: pytest.fail("trained"))
+    assert {name: result.state for name, result in again.adapters.items()} == dict.fromkeys("acb", "ended")
+
+
+def test_an_added_adapter_is_resumed_too(tmp_path, model, adapters):
+    folder = tmp_path / "run"
+    (tmp_path / "more.yaml").write_text(json.dumps({"adapters": adapters[1:2], "defaults": {"lora_alpha": 8}}))
+    left = []
+
+    def on_step(report):
+        if not left:
+            left.extend(leave_adapters(folder, tmp_path / "more.yaml"))
+        if (report.adapter, report.step) == ("b", 3):
+            raise RuntimeError("crash")
+        time.sleep(0.01)
+
+    endless = [adapters[0] | {"max_steps": ENDLESS, "lr_scheduler_type": "constant"}]
+    with pytest.raises(RuntimeError, match="crash"):
+        mlora.train(config(model, endless, folder, save_steps=2), on_step=on_step)
+    ended = mlora.train(
+        config(model, endless, folder), resume="auto", on_step=lambda r: "end" if r.adapter == "a" else None
+    )
+    alone = mlora.train(config(model, [adapters[1] | {"lora_alpha": 8}], tmp_path / "alone"))
+    assert not outcome(alone, "b").differences(outcome(ended, "b"))
+
+
+def test_what_cannot_be_added_or_stopped_is_named(tmp_path, model, adapters, capsys):
+    folder = tmp_path / "run"
+    files = {
+        "again": {"adapters": [adapters[0]]},
+        "case": {"adapters": [adapters[0] | {"name": "A"}]},
+        "top": {"adapters": adapters[1:2], "output_dir": "elsewhere"},
+        "outside": {"adapters": [adapters[1] | {"name": "../b"}]},
+        "missing": {"adapters": [adapters[1] | {"name": "missing", "dataset": "none.jsonl"}]},
+    }
+    for name, tree in files.items():
+        (tmp_path / f"{name}.yaml").write_text(json.dumps(tree))
+    said = {}
+
+    def beside():
+        until(folder, lambda shown: shown["a"]["step"] >= 1)
+        for name in files:
+            try:
+                leave_adapters(folder, tmp_path / f"{name}.yaml")
+            except UserError as error:
+                said[name] = str(error)
+        with pytest.raises(UserError, match=r"the run has no adapter 'x'; it has a"):
+            leave_stop(folder, "x")
+        end = time.monotonic() + DEADLINE_S
+        while "missing" not in read_status(folder)["refused"]:
+            assert time.monotonic() < end
+            time.sleep(0.02)
+        assert "missing: not added: " in status_table(read_status(folder))
+        leave_stop(folder, "a")
+
+    join = other_thread(beside)
+    results = mlora.train(config(model, [adapters[0] | {"max_steps": ENDLESS}], folder))
+    join()
+    assert results.adapters["a"].state == "ended", "what others want to add does not disturb it"
+    assert "has an adapter 'a' already" in said["again"] and "has an adapter 'A' already" in said["case"]
+    assert "output_dir: only adapters and defaults can be added to a run" in said["top"]
+    assert "'../b' is also a folder's name" in said["outside"]
+    assert "missing" not in said and "none.jsonl: cannot be read" in capsys.readouterr().out
+    for call in (lambda: leave_stop(folder, "a"), lambda: leave_adapters(folder, tmp_path / "again.yaml")):
+        with pytest.raises(UserError, match="this run is not running; change its configuration and --resume it"):
+            call()
+
+
+def test_status_of_a_run_that_ended_and_of_one_that_crashed(tmp_path, model, adapters, capsys):
+    folder = tmp_path / "run"
+
+    def on_step(report):
+        if (report.adapter, report.step) == ("a", 5):
+            assert cli.main(["status", str(folder)]) == 0
+            raise RuntimeError("crash")
+        return "cancel" if (report.adapter, report.step) == ("c", 2) else None
+
+    with pytest.raises(RuntimeError):
+        mlora.train(config(model, adapters, folder, save_steps=2), on_step=on_step)
+    live = capsys.readouterr().out
+    assert "live; written " in live and " training " in live
+    assert cli.main(["status", str(folder), "--json"]) == 0
+    tree = json.loads(capsys.readouterr().out)
+    assert tree["live"] is False
+    shown = tree["adapters"]
+    assert shown["a"]["state"] == "interrupted" and shown["a"]["checkpoint"]["step"] == 4
+    assert shown["c"]["state"] == "cancelled" and shown["c"]["reason"] == "by on_step after step 2"
+    assert 0 <= time.time() - shown["a"]["checkpoint"]["saved"] < DEADLINE_S
+    results = mlora.train(config(model, adapters, folder), resume="auto")
+    assert results.adapters["c"].state == "cancelled" and len(results.adapters["c"].reports) == 2
+    table = status_table(read_status(folder))
+    assert "not running" in table and "6/6" in table and f"{results.adapters['a'].loss:.4f}" in table
+    with pytest.raises(UserError, match="holds no run"):
+        read_status(tmp_path)
