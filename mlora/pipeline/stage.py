@@ -161,7 +161,6 @@ class Stage:
     def reset(self, slot: int) -> None:
         """Drop the slot's unfinished step: gradients and losses."""
         self._losses[slot] = []
-        self._closing.pop(slot, None)
         self._optimizers[slot].skip()
 
     def close_step(self, slot: int) -> StepSums:

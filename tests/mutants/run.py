@@ -25,6 +25,7 @@ RESUME = "tests/cpu/test_resume.py"
 CRASH = f"{RESUME}::test_a_crash_changes_no_bit_also_over_other_stages"
 VERSIONS = "tests/cpu/test_versions.py"
 ISOLATION = "tests/cpu/test_isolation.py"
+KERNELS = "tests/kernels/test_company.py"
 COMPANY = f"{SHARED}::test_company_and_cuts_change_no_bit"
 # invariant, mutant, the test that must catch it
 MUTANTS = (
@@ -45,6 +46,10 @@ MUTANTS = (
     (2, "odd_ranks_unpadded", "tests/cpu/test_ops_batch_lora.py"),
     (2, "odd_ranks_unpadded_in_gradients", "tests/cpu/test_ops_batch_lora.py"),
     (2, "sigmoid_of_torch", "tests/cpu/test_ops_elementwise.py"),
+    (2, "kernel_sums_over_the_samples_place", KERNELS),
+    (2, "kernel_mask_by_row", KERNELS),
+    (2, "kernel_ignores_the_tables_slot", "tests/kernels/test_lora.py"),
+    (1, "float16_scale_stays_in_the_step", "tests/cpu/test_float16.py"),
     (3, "norm_of_the_first_stage_only", STAGES),
     (3, "decision_of_the_first_stage_only", STAGES),
     (3, "loss_forgotten_upstream", STAGES),
