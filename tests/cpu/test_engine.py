@@ -181,7 +181,7 @@ def test_a_skipped_step_moves_nothing(tmp_path, model, rows, monkeypatch):
 
     def once_nan(self):
         met.append(self.master.clone())
-        return [math.nan] if len(met) == 2 else squares(self)
+        return torch.tensor([math.nan]) if len(met) == 2 else squares(self)
 
     def recorded(self, learning_rate, coefficient):
         updates.append((learning_rate, self._state.grad * coefficient))
@@ -233,7 +233,7 @@ def test_metrics_have_a_line_for_each_logging_step(tmp_path, model, rows):
 
 
 def test_numbers_that_are_not_finite_are_written_as_text(tmp_path, model, rows, monkeypatch, capsys):
-    monkeypatch.setattr(AdapterState, "sums_of_squares", lambda self: [math.nan])
+    monkeypatch.setattr(AdapterState, "sums_of_squares", lambda self: torch.tensor([math.nan]))
     results = run(tmp_path / "run", model, [_adapter(rows, max_steps=9, max_nonfinite_steps=2)])
     text = (tmp_path / "run" / "metrics.jsonl").read_text()
     *lines, last = [json.loads(line, parse_constant=pytest.fail) for line in text.splitlines()]

@@ -9,10 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from mlora.ops.cross_entropy import linear_cross_entropy
+from mlora.ops.cross_entropy import CHUNK_ROWS, linear_cross_entropy
 
 D = 24
-CHUNK = 256
+CHUNK = CHUNK_ROWS
 
 
 def _inputs(rows: int, vocab: int, dtype: torch.dtype = torch.float64):
@@ -78,7 +78,7 @@ class LargestTensor(TorchDispatchMode):
 
 
 def test_the_logits_of_all_rows_never_exist():
-    inputs = _inputs(1024, 997, torch.float32)
+    inputs = _inputs(4 * CHUNK, 997, torch.float32)
     with LargestTensor() as seen:
         linear_cross_entropy(*inputs)
     assert CHUNK * D < seen.largest <= CHUNK * 997
