@@ -56,8 +56,8 @@ class Routing:
 
     @property
     def longest(self) -> int:
-        """At least the longest sample's rows; few different ones, since kernels are launched for it."""
-        return padded(max(self.sample_lengths, default=1), 128)
+        """At least the longest sample's rows; a power of two, so that kernels are launched for few different ones."""
+        return 1 << max(7, (max(self.sample_lengths, default=1) - 1).bit_length())
 
     @property
     def kind(self) -> tuple[object, ...]:
@@ -139,4 +139,4 @@ def _tiles(samples: torch.Tensor, tile: int) -> torch.Tensor:
     offset = ((torch.arange(len(owner)) - (torch.cumsum(counts, 0) - counts)[owner]) * tile).int()
     fields = [slot[owner], first[owner] + offset, length[owner] - offset, offset, ordinal[owner], step[owner]]
     tiles = torch.stack([*fields, torch.zeros_like(offset), torch.zeros_like(offset)], dim=1)
-    return torch.nn.functional.pad(tiles, (0, 0, 0, padded(len(tiles), _CAPACITY) - len(tiles)))
+    return torch.nn.functional.pad(tiles, (0, 0, 0, padded(len(tiles), 2 * _CAPACITY) - len(tiles)))
