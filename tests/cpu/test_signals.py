@@ -158,7 +158,9 @@ def test_a_caller_in_python_gets_an_interrupt(tmp_path, tree):
     with pytest.raises(mlora.Interrupted) as caught:
         mlora.train(
             tree | {"output_dir": str(tmp_path / "run")},
-            on_step=lambda report: os.kill(os.getpid(), signal.SIGINT) if report.step == 7 else None,
+            on_step=lambda report: (
+                os.kill(os.getpid(), signal.SIGINT) if (report.adapter, report.step) == ("a", 7) else None
+            ),
         )
     assert isinstance(caught.value, KeyboardInterrupt) and caught.value.signal == signal.SIGINT
     assert versions(tmp_path / "run/checkpoints/a")
