@@ -195,10 +195,10 @@ class RunConfig:
     output_dir: Path = Path("runs/default")
     dtype: Literal["auto", "float32", "bfloat16", "float16", "float64"] = "auto"  # of the frozen model
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    microbatch_tokens: int = 2048  # the most rows of one microbatch; a longer sample goes alone
+    microbatch_tokens: int | Literal["auto"] = "auto"  # the most rows of one microbatch; a longer sample goes alone
     max_active: int = 64  # adapters trained at once; the others wait
     pipeline: PipelineConfig = PipelineConfig()
-    recompute: bool = False  # recompute each layer's activations in backward: slower, far less memory
+    recompute: bool | Literal["auto"] = "auto"  # each layer's activations again in backward: slower, far less memory
     save_steps: int | None = None  # a checkpoint of an adapter after so many of its steps
     save_seconds: float | None = None  # and after so much time; default without save_steps: by what a write takes
     save_total_limit: int = 2  # checkpoints of an adapter that are kept
@@ -207,7 +207,7 @@ class RunConfig:
         if not self.adapters:
             raise UserError("adapters: the list is empty; give at least one adapter with a name and a dataset")
         for key in ("microbatch_tokens", "max_active", "save_steps", "save_total_limit"):
-            if getattr(self, key) is not None and getattr(self, key) < 1:
+            if getattr(self, key) not in (None, "auto") and getattr(self, key) < 1:
                 raise UserError(f"{key}: {getattr(self, key)} is not a positive number")
         if self.save_seconds is not None and not 0 < self.save_seconds < math.inf:
             raise UserError(f"save_seconds: {self.save_seconds:g} is not a positive number of seconds")

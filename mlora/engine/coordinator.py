@@ -11,6 +11,7 @@ from mlora.engine.adapter_run import OVER, AdapterRun, StepReport
 from mlora.engine.batches import packed_inputs
 from mlora.engine.cadence import Cadence
 from mlora.engine.device import choose_device, choose_dtype, row_bucket
+from mlora.engine.memory import rows_of
 from mlora.engine.requests import Requests
 from mlora.pipeline.executor import Entry, Window
 from mlora.pipeline.schedule import Planner
@@ -49,7 +50,7 @@ class Coordinator:
         self._requests, self._cadence = requests, cadence
         device = choose_device(config.device)
         bucket = row_bucket(device, choose_dtype(config.dtype, device))
-        self._planner = Planner(config.microbatch_tokens, in_flight, bucket(1), bucket)
+        self._planner = Planner(rows_of(config), in_flight, bucket(1), bucket)
         self._window = 1 if len(in_flight) == 1 else 4 * in_flight[0]
         self._waiting = list(adapters)
         self._free = list(range(config.max_active))

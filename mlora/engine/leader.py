@@ -47,7 +47,7 @@ class Leader:
         self._goes_on = self._source == config.output_dir  # in its own folder
         if self._goes_on:
             config = _with_added(config)
-        self._config, self._on_step = config, on_step
+        self._on_step = on_step
         self._overwrite = start.overwrite
         check_output(config, start.overwrite, self._goes_on)
         if config.pipeline.transport == "nccl" and choose_device(config.device).type == "cpu":
@@ -55,6 +55,7 @@ class Leader:
         stages, replicas = config.pipeline.shape(world_size)
         saved = saved_adapters(self._source / CHECKPOINTS) if self._source is not None else ()
         self._prepared = prepare(config, stages, saved)
+        self._config = config = self._prepared.config
         self._adapters = self._prepared.adapters
         self.job = Job(
             config=config,

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from mlora.config import RunConfig
+from mlora.engine.memory import rows_of
 from mlora.engine.prepare import Prepared, prepare
 from mlora.models.spec import ModelSpec, linear_shapes
 from mlora.pipeline.schedule import (
@@ -62,7 +63,7 @@ class Plan:
 def plan(config: RunConfig, stages: int) -> Plan:
     """Predict the run of ``config`` over so many stages. Raises UserError as a run would."""
     prepared = prepare(replace(config, pipeline=replace(config.pipeline, stages=stages)), stages)
-    positions = _positions(config, prepared)
+    positions = _positions(prepared.config, prepared)
     stage_rows = rows(positions, prepared.in_flight)
     timeline = simulate(stage_rows, Stream(positions, stages), cost_model(prepared.spec, prepared.layers))
     compute = [[str(a) for a in row if a.kind in ("F", "B", "E", "STEP")] for row in stage_rows]
@@ -82,7 +83,7 @@ def cost_model(spec: ModelSpec, layers: tuple[int, ...]) -> CostModel:
 
 
 def _positions(config: RunConfig, prepared: Prepared) -> list[Position]:
-    planner = Planner(config.microbatch_tokens, prepared.in_flight)
+    planner = Planner(rows_of(config), prepared.in_flight)
     waiting = list(prepared.adapters)
     slots = range(min(config.max_active, len(waiting)))
     positions: list[Position] = []

@@ -15,6 +15,7 @@ from mlora.config import AdapterConfig, RunConfig
 from mlora.data import open_tokens
 from mlora.engine.adapter_run import AdapterRun
 from mlora.engine.layout import layer_counts
+from mlora.engine.memory import fitted
 from mlora.engine.warnings import deployment_warnings
 from mlora.models.spec import ModelSpec, load_spec
 from mlora.models.tokenizer import load_tokenizer
@@ -32,9 +33,11 @@ class DataError(UserError):
 class Prepared:
     """What a run starts from. ``layers`` are the layers of each stage, ``in_flight`` the microbatches each holds.
 
-    ``parked`` are the adapters that cannot go on now, with the reason.
+    ``config`` has microbatch_tokens and recompute as numbers. ``parked`` are the adapters that cannot go on now, with
+    the reason.
     """
 
+    config: RunConfig
     folder: Path
     spec: ModelSpec
     tokenizer: PreTrainedTokenizerBase
@@ -66,13 +69,15 @@ def prepare(config: RunConfig, stages: int, resumable: Collection[str] = ()) -> 
             print(f"{adapter.name}: is parked: {error}", flush=True)
     if not adapters:
         raise UserError(next(iter(parked.values())))
+    flight = in_flight(stages, config.pipeline.in_flight or _factor(config, stages))
     prepared = Prepared(
+        config=fitted(config, spec, layers, flight, adapters),
         folder=folder,
         spec=spec,
         tokenizer=tokenizer,
         adapters=adapters,
         layers=layers,
-        in_flight=in_flight(stages, config.pipeline.in_flight or _factor(config, stages)),
+        in_flight=flight,
         parked=parked,
     )
     if stages > 1:

@@ -73,7 +73,7 @@ class Worker:
         self._spec = load_spec(folder)
         self._layers = range(*job.first_layers[index : index + 2])
         model = Decoder(self._spec, Checkpoint(folder, self._spec), self._layers, job.dtype, device)
-        self._stage = Stage(model, job.config.recompute)
+        self._stage = Stage(model, job.config.recompute is True)
         self.executor = Executor(self._stage, transport, job.in_flight, job.first_layers, self._meet, decider)
 
     def run(self, windows: Iterable[Window]) -> None:

@@ -259,7 +259,7 @@ class Executor:
             except (TransportError, AssertionError):
                 raise  # another process's end, or a bug of ours: that is not one microbatch's fault
             except Exception as error:
-                self._poison[index] = f"{action} on stage {self._index}: {type(error).__name__}: {error}"
+                self._poison[index] = f"{action} on stage {self._index}: {_told(action, error)}"
                 traceback.print_exc()
         self._stage.forget(index)
         return None
@@ -292,6 +292,17 @@ class Executor:
         assert action.microbatch is not None
         input_ids_T, targets_T = self._inputs.pop(action.microbatch.index)
         return Batch(action.microbatch, sent(input_ids_T, self._stage.model.device), targets_T)
+
+
+def _told(action: Action, error: Exception) -> str:
+    """What went wrong, and for a full memory what to do."""
+    if isinstance(error, torch.OutOfMemoryError) and action.microbatch is not None:
+        lengths = action.microbatch.sample_lengths()
+        return (
+            f"out of memory with {action.microbatch.rows} rows of {len(lengths)} samples, the longest of {max(lengths)} "
+            "tokens; lower microbatch_tokens or the adapter's max_length, or write recompute: true"
+        )
+    return f"{type(error).__name__}: {error}"
 
 
 def _place(action: Action) -> int:

@@ -1,0 +1,161 @@
+"""How much memory a stage needs: weights, adapters with their optimizer state, and what its microbatches keep.
+
+On one H200 in bf16 (Llama-3.1-8B shape, r=16 on all linears; jobs x samples x tokens) prediction and measured peak
+were 44.6 and 44.5 GiB for 8x2x512, 39.0 and 38.8 without adapters, 32.7 and 32.5 for 8x1x512, 61.5 and 61.3 for
+32x1x256, 18.9 and 18.7 for 1x1x512. The temporaries of a row were fitted to these.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from mlora.config import AdapterConfig, RunConfig
+from mlora.engine.adapter_run import AdapterRun
+from mlora.engine.device import choose_device, choose_dtype
+from mlora.models.spec import ModelSpec, linear_shapes
+from mlora.ops.cross_entropy import CHUNK_ROWS
+from mlora.types import MERGED_LINEARS, padded
+
+USED = 0.92  # of a card's memory; the rest is for the driver, the allocator's gaps and communicators
+CAPS = (8192, 4096, 2048, 1024)  # microbatches of more rows bring no more speed
+_ON_CPU = 2048  # rows of a microbatch
+_ENOUGH = 4096  # rows; below, recompute with larger microbatches is tried first
+
+
+@dataclass(frozen=True, kw_only=True)
+class Need:
+    """Bytes of one stage."""
+
+    weights: int
+    adapters: int
+    microbatches: int
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.adapters + self.microbatches
+
+    def __str__(self) -> str:
+        parts = f"weights {_gib(self.weights)}, adapters {_gib(self.adapters)}, microbatches {_gib(self.microbatches)}"
+        return f"{_gib(self.total)} GiB ({parts})"
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryModel:
+    """The memory of every stage of a run.
+
+    Args:
+        layers: of each stage. in_flight: microbatches that each keeps.
+        adapters: those that train at once, with the global names of their modules.
+    """
+
+    spec: ModelSpec
+    dtype: torch.dtype
+    layers: Sequence[int]
+    in_flight: Sequence[int]
+    adapters: Sequence[tuple[AdapterConfig, Collection[str]]]
+
+    def need(self, stage: int, rows: int, recompute: bool) -> Need:
+        """What ``stage`` needs for microbatches of at most so many rows."""
+        return Need(
+            weights=self._weights(stage),
+            adapters=sum(self._adapter(config, targets, stage) for config, targets in self.adapters),
+            microbatches=self._microbatches(stage, rows, recompute),
+        )
+
+    def largest(self, rows: int, recompute: bool) -> tuple[int, Need]:
+        """The stage that needs most, and how much."""
+        needs = [(stage, self.need(stage, rows, recompute)) for stage in range(len(self.layers))]
+        return max(needs, key=lambda pair: pair[1].total)
+
+    def choose(self, device_bytes: int, longest: int, recompute: bool | None) -> tuple[int, bool]:
+        """Rows of a microbatch and whether to recompute, so that all stages fit; ``recompute`` None: as needed.
+
+        Microbatches as large as they bring speed are tried first, without recompute; smaller ones only down to 4,096
+        rows before recompute is tried. Where nothing fits, the smallest: the run then says what is missing.
+        """
+        plain = [(cap, False) for cap in CAPS if cap >= _ENOUGH]
+        again = [(cap, True) for cap in CAPS]
+        rest = [(cap, False) for cap in CAPS if cap < _ENOUGH]
+        tries = {None: [*plain, *again, *rest], True: again, False: [*plain, *rest]}[recompute]
+        for cap, with_recompute in tries:
+            if self.largest(max(cap, longest), with_recompute)[1].total <= USED * device_bytes:
+                return cap, with_recompute
+        return CAPS[-1], recompute is not False
+
+    def _weights(self, stage: int) -> int:
+        spec = self.spec
+        layer = sum(out * inner for out, inner in linear_shapes(spec).values()) + 2 * spec.hidden_size
+        table, first, last = spec.vocab_size * spec.hidden_size, stage == 0, stage == len(self.layers) - 1
+        tables = 1 if first and last and spec.tied else first + last
+        return self.dtype.itemsize * (self.layers[stage] * layer + tables * table)
+
+    def _adapter(self, config: AdapterConfig, targets: Collection[str], stage: int) -> int:
+        """Masters, gradients and moments in float32 and the compute copy, of the stage's share of the layers."""
+        shapes = linear_shapes(self.spec)
+        names = [name.split(".")[-1] for name in targets]
+        elements = sum(config.r * sum(shapes[name]) for name in names) * self.layers[stage] // self.spec.num_layers
+        wide = torch.promote_types(self.dtype, torch.float32).itemsize
+        return elements * ((2 if config.optim == "sgd" else 4) * wide + self.dtype.itemsize)
+
+    def _microbatches(self, stage: int, rows: int, recompute: bool) -> int:
+        spec, item, layers = self.spec, self.dtype.itemsize, self.layers[stage]
+        attended = spec.num_heads * spec.head_dim
+        qkv = attended + 2 * spec.num_kv_heads * spec.head_dim
+        cap = padded(max((config.r for config, _ in self.adapters), default=1))
+        shrunk = cap * sum(len(paths) for paths in MERGED_LINEARS.values()) if self.adapters else 0
+        rest = spec.hidden_size + qkv * (2 if spec.qk_norm else 1) + attended + 2 * spec.intermediate_size + shrunk
+        kept = layers * (item * (spec.hidden_size + (0 if recompute else rest)) + 4 * spec.num_heads)
+        passing = item * (spec.intermediate_size + 8 * spec.hidden_size + (rest if recompute else 0))
+        logits = 2 * CHUNK_ROWS * spec.vocab_size * item if stage == len(self.layers) - 1 else 0
+        return rows * (self.in_flight[stage] * kept + passing) + logits
+
+
+def fitted(
+    config: RunConfig, spec: ModelSpec, layers: Sequence[int], in_flight: Sequence[int], adapters: Sequence[AdapterRun]
+) -> RunConfig:
+    """The configuration with what says "auto" chosen for the GPU that is here; without one, 2,048 rows."""
+    device = choose_device(config.device)
+    if device.type == "cpu":
+        tokens, recompute = _ON_CPU, False
+    else:
+        active = sorted(adapters, key=lambda adapter: -adapter.config.r * len(adapter.targets))[: config.max_active]
+        model = MemoryModel(
+            spec=spec,
+            dtype=choose_dtype(config.dtype, device),
+            layers=layers,
+            in_flight=in_flight,
+            adapters=[(adapter.config, adapter.targets) for adapter in active],
+        )
+        tokens, recompute = _fit(config, model, max(int(max(adapter.data.lengths)) for adapter in adapters), device)
+    return replace(
+        config,
+        microbatch_tokens=tokens if config.microbatch_tokens == "auto" else config.microbatch_tokens,
+        recompute=recompute if config.recompute == "auto" else config.recompute,
+    )
+
+
+def rows_of(config: RunConfig) -> int:
+    """The most rows of a microbatch, of a configuration that was fitted."""
+    assert isinstance(config.microbatch_tokens, int), "the configuration still says auto"
+    return config.microbatch_tokens
+
+
+def _fit(config: RunConfig, model: MemoryModel, longest: int, device: torch.device) -> tuple[int, bool]:
+    total = torch.cuda.get_device_properties(device).total_memory
+    wanted = None if config.recompute == "auto" else config.recompute
+    tokens, recompute = model.choose(total, longest, wanted)
+    if config.microbatch_tokens != "auto":
+        tokens = config.microbatch_tokens
+        rows = max(tokens, longest)
+        recompute = model.largest(rows, False)[1].total > USED * total if wanted is None else wanted
+    stage, need = model.largest(max(tokens, longest), recompute)
+    how = f"microbatches of {tokens} rows {'with' if recompute else 'without'} recompute"
+    print(f"memory: stage {stage} needs about {need} of {_gib(total)} GiB, for {how}", flush=True)
+    return tokens, recompute
+
+
+def _gib(count: int) -> str:
+    return f"{count / 2**30:.1f}"
