@@ -126,7 +126,8 @@ class Liveness:
         self._arm_exit()
         failure = self._failure(error)
         if self._claim(failure) or not failure.consequence:
-            self._print(failure.reason)
+            if failure.trace:  # a user's mistake is one line, the last
+                self._print(failure.reason)
             _unless_gone(lambda: self._board.report(failure))
         self._abort()
         self._show_first()
@@ -231,7 +232,8 @@ class Liveness:
 
     def _end(self, line: str) -> None:
         self._arm_exit()
-        self._print(f"stopping: {line}")
+        if self._known is None or self._known.code != 2:
+            self._print(f"stopping: {line}")
         self._abort()
 
     def _arm_exit(self) -> None:
@@ -252,8 +254,8 @@ class Liveness:
         """Print the run's first failure; rank 0, whose store may end with it, then waits until all others have too."""
         failure, others = self._first_failure(), range(1, self._world)
         self._code = failure.code
-        if not failure.consequence and self._rank in (0, failure.rank):
-            self._print(failure.trace.rstrip() or failure.reason)
+        if failure.trace and not failure.consequence and self._rank in (0, failure.rank):
+            self._print(failure.trace.rstrip())
         _unless_gone(lambda: self._board.mark("shown", self._rank))  # before the line: torch logs a lost store
         tell_launcher(failure.line)
         self._print(f"stopped: {failure.line}")
