@@ -9,6 +9,7 @@ import torch
 
 from mlora.adapters.state import AdapterState
 from mlora.config import AdapterConfig
+from mlora.ops.devices import has_kernels, kernels
 
 MOMENTS = ("exp_avg", "exp_avg_sq")  # torch's names of AdamW's moments
 COUNT = "optimizer.step"  # AdamW's count of the steps that it has taken, the same on every stage
@@ -39,7 +40,10 @@ def clip_coefficient(norm: float, max_grad_norm: float) -> float:
 
 
 class Optimizer:
-    """torch's own AdamW or SGD on the flat master. A step that is skipped leaves moments and AdamW's count alone."""
+    """torch's own AdamW or SGD on the flat master, or on a GPU AdamW as one kernel with torch's state.
+
+    A step that is skipped leaves moments and AdamW's count alone.
+    """
 
     def __init__(self, state: AdapterState) -> None:
         self._state = state
@@ -56,11 +60,13 @@ class Optimizer:
                 betas=(config.adam_beta1, config.adam_beta2),
                 eps=config.adam_epsilon,
                 weight_decay=config.weight_decay,
-                fused=state.master.is_cuda,
             )
 
     def step(self, learning_rate: float, coefficient: float) -> None:
         """Clip, update the masters, refresh the compute copy, clear the gradients."""
+        if has_kernels(self._state.master) and isinstance(self._torch, torch.optim.AdamW):
+            self._adamw(learning_rate, coefficient)
+            return
         if coefficient != 1.0:
             self._state.grad.mul_(coefficient)
         self._torch.param_groups[0]["lr"] = learning_rate
@@ -68,6 +74,25 @@ class Optimizer:
         self._torch.step()
         self._state.refresh()
         self.skip()
+
+    def _adamw(self, learning_rate: float, coefficient: float) -> None:
+        state, config = self._state, self._state.config
+        kept = self._torch.state[self._parameter]
+        if not kept:
+            kept |= {"step": torch.tensor(0.0)} | {key: torch.zeros_like(state.master) for key in MOMENTS}
+        kept["step"] += 1
+        kernels("adamw").adamw(
+            state.master,
+            state.grad,
+            tuple(kept[key] for key in MOMENTS),
+            state.compute,
+            coefficient,
+            learning_rate,
+            (config.adam_beta1, config.adam_beta2),
+            config.adam_epsilon,
+            config.weight_decay,
+            int(kept["step"]),
+        )
 
     def skip(self) -> None:
         """Forget the gradients of the step."""
@@ -93,9 +118,7 @@ class Optimizer:
         if COUNT not in tensors:
             return
         kept = self._torch.state[self._parameter]
-        group = self._torch.param_groups[0]
-        on_device = group.get("fused") or group.get("capturable")  # where torch keeps its count
-        kept["step"] = tensors[COUNT].to(self._state.master.device if on_device else "cpu", copy=True)
+        kept["step"] = tensors[COUNT].to("cpu", copy=True)
         for key in MOMENTS:
             kept[key] = torch.zeros_like(self._state.master)
             for name, pair in self._state.named(kept[key]).items():
