@@ -33,7 +33,9 @@ def test_steps_equal_torchs(size, decay):
     torch.testing.assert_close(master.cpu().double(), theirs.detach(), rtol=2e-6, atol=2e-6)
     state = optimizer.state[theirs]
     for ours, key in zip(moments, ("exp_avg", "exp_avg_sq"), strict=True):
-        torch.testing.assert_close(ours.cpu().double(), state[key], rtol=2e-6, atol=1e-6 * state[key].abs().max().item())
+        torch.testing.assert_close(
+            ours.cpu().double(), state[key], rtol=2e-6, atol=1e-6 * state[key].abs().max().item()
+        )
     assert torch.equal(compute, master.half())
 
 

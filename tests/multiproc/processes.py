@@ -20,13 +20,17 @@ LIMITS = {"silent_s": 8.0, "beat_s": 0.2, "grace_s": 4.0}
 
 
 def all_checks(store, rank, world, device="cpu", backend=""):
-    """Every conformance check on a transport of its own."""
+    """Every conformance check: those that leave a transport open share one; the abort has its own."""
     device = own_device(rank, device)
-    for name in NAMES:
+    for part, names in (("open", NAMES[:-1]), ("aborted", NAMES[-1:])):
+        part = dist.PrefixStore(part, store)
         started = time.monotonic()
-        part = dist.PrefixStore(name, store)
-        run_check(name, distributed_transport(part, range(world), rank, device, backend or None), device)
-        print(f"{name}: {time.monotonic() - started:.1f} s", flush=True)
+        transport = distributed_transport(part, range(world), rank, device, backend or None)
+        print(f"connected: {time.monotonic() - started:.1f} s", flush=True)
+        for name in names:
+            started = time.monotonic()
+            run_check(name, transport, device, close=name == NAMES[-2])
+            print(f"{name}: {time.monotonic() - started:.1f} s", flush=True)
         wait_for_all(part, rank, world)
     if device != "cpu":
         sys.stdout.flush()
