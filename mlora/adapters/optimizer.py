@@ -9,7 +9,7 @@ import torch
 
 from mlora.adapters.state import AdapterState
 from mlora.config import AdapterConfig
-from mlora.ops.devices import has_kernels, kernels
+from mlora.ops.devices import has_kernels, kernels, on_host
 
 MOMENTS = ("exp_avg", "exp_avg_sq")  # torch's names of AdamW's moments
 COUNT = "optimizer.step"  # AdamW's count of the steps that it has taken, the same on every stage
@@ -106,8 +106,8 @@ class Optimizer:
         kept = self._torch.state.get(self._parameter, {})
         flats = {"": self._state.master} | {f".{key}": kept[key] for key in MOMENTS if key in kept}
         found: dict[str, torch.Tensor] = {}
-        for suffix, flat in flats.items():
-            for name, pair in self._state.named(flat.to("cpu", copy=True)).items():
+        for suffix, flat in zip(flats, on_host(list(flats.values())), strict=True):
+            for name, pair in self._state.named(flat).items():
                 found |= {f"{name}.{k}{suffix}": x for k, x in zip("AB", pair, strict=True)}
         return found | ({COUNT: kept["step"].to("cpu", copy=True)} if "step" in kept else {})
 

@@ -23,6 +23,14 @@ def sent(x: torch.Tensor, device: torch.device) -> torch.Tensor:
     return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x.to(device)
 
 
+def on_host(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Copies on the CPU, by way of pinned memory, which is ten times as fast; the host waits once for all."""
+    copies = [x.to("cpu", non_blocking=True) if x.is_cuda else x.clone() for x in tensors]
+    if any(x.is_cuda for x in tensors):
+        torch.cuda.current_stream().synchronize()
+    return copies
+
+
 class Fetched:
     """Numbers on their way from the device; several are fetched while the host waits for the first."""
 
