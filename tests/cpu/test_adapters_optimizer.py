@@ -216,7 +216,7 @@ def test_groups_are_views_of_the_compute_copy_and_the_gradients():
 
 
 def _stage(layers, **keys) -> tuple[Stage, AdapterState]:
-    stage, state = Stage(SimpleNamespace(layers=layers, forward=None, backward=None)), _state(layers, **keys)
+    stage, state = Stage(SimpleNamespace(layers=layers, backward=None, dtype=torch.float32)), _state(layers, **keys)
     stage.join(0, state)
     return stage, state
 
