@@ -19,7 +19,7 @@ from mlora.engine.requests import Requests, stop
 from mlora.engine.results import Results
 from mlora.engine.signals import StopSignals
 from mlora.engine.worker import Job, Worker, model_digest
-from mlora.engine.world import World
+from mlora.engine.world import World, is_launched
 from mlora.models.weights import resolve_base_model
 from mlora.pipeline.executor import Entry
 from mlora.pipeline.transport.base import Transport, TransportError
@@ -35,7 +35,8 @@ _ECHO_S = 3.0  # within which a launcher passes a signal on
 def train_in_threads(leader: Leader) -> Results:
     """All stages in this process, on one device: stage 0 in this thread, each other stage in its own."""
     requests = Requests()
-    with StopSignals(lambda number: requests.ask(stop(number))):
+    echo_s = _ECHO_S if is_launched() else 0.0
+    with StopSignals(lambda number: requests.ask(stop(number)), echo_s):
         return _train_in_threads(leader, requests)
 
 

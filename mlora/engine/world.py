@@ -34,6 +34,11 @@ def torchrun_restarts() -> int:
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
 
 
+def is_launched() -> bool:
+    """Whether somebody started this process who may pass a signal on that reaches it anyhow: torchrun, Slurm."""
+    return "TORCHELASTIC_RUN_ID" in os.environ or "SLURM_JOB_ID" in os.environ
+
+
 def torchrun_world() -> World | None:
     """This process's place if torchrun started it, else None."""
     if "RANK" not in os.environ or "MASTER_ADDR" not in os.environ:

@@ -169,7 +169,7 @@ def test_a_caller_in_python_gets_an_interrupt(tmp_path, tree):
 ECHO = """
 from mlora.engine import ranks
 class Launched(ranks.StopSignals):
-    def __init__(self, ask):
+    def __init__(self, ask, _echo_s):
         super().__init__(ask, echo_s=600)
 ranks.StopSignals = Launched
 """
