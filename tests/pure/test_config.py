@@ -328,7 +328,9 @@ def test_adding_a_key_is_a_decision():
         "save_steps save_seconds save_total_limit"
     )
     assert keys(PipelineConfig) == "stages replicas layers in_flight transport"
-    assert keys(DatasetConfig) == "path format columns chat_template train_on"
+    assert keys(DatasetConfig) == (
+        "path format columns chat_template train_on hub subset split revision max_samples weight"
+    )
     assert keys(AdapterConfig) == (
         "name dataset r lora_alpha lora_dropout target_modules exclude_modules layers_to_transform use_rslora "
         "init_lora_weights learning_rate lr_scheduler_type warmup_steps num_train_epochs max_steps "
