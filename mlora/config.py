@@ -579,7 +579,10 @@ def _descend(node: Any, path: str, override: str) -> tuple[Any, str]:
             name = f"{entry.get('name')}." if isinstance(entry, dict) else ""
             if name and path.startswith(name):
                 return entry, path.removeprefix(name)
-        raise UserError(f"--set {override}: there is no adapter of that name")
+        place, _, below = path.partition(".")
+        if place.isdigit() and int(place) < len(node) and isinstance(node[int(place)], dict):
+            return node[int(place)], below
+        raise UserError(f"--set {override}: there is no adapter of that name, and no block of that number")
     key, _, rest = path.partition(".")
     if not isinstance(node, dict):
         raise UserError(f"--set {override}: {key} is not inside a block")
