@@ -28,12 +28,12 @@ setup(
         "tokenizers>=0.22",
     ],
     extras_require={
-        "data": ["datasets>=3.0"],  # Parquet and Arrow files (through pyarrow, which it brings) and the hub's data sets
+        "data": ["datasets>=4.0"],  # never runs a data set's script; its pyarrow reads Parquet and Arrow
         "verify": ["peft>=0.18"],
         "demo": ["peft>=0.18", "gguf>=0.17"],
         "test": [
             "peft>=0.18",
-            "datasets>=3.0",
+            "datasets>=4.0",
             "gguf>=0.17",
             "pytest>=8",
             "pytest-timeout",

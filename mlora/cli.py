@@ -208,7 +208,17 @@ def _env(arguments: argparse.Namespace) -> int:
     import torch
 
     print(f"mlora {mlora.__version__}, Python {platform.python_version()}, {platform.platform()}")
-    for name in ("torch", "transformers", "safetensors", "numpy", "triton", "peft", "bitsandbytes"):
+    for name in (
+        "torch",
+        "transformers",
+        "safetensors",
+        "numpy",
+        "triton",
+        "peft",
+        "bitsandbytes",
+        "datasets",
+        "pyarrow",
+    ):
         try:
             print(f"{name} {version(name)}")
         except PackageNotFoundError:
