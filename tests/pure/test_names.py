@@ -12,7 +12,6 @@ from mlora import cli, names, parse_config
 from mlora.config import _REFUSED, AdapterConfig, DatasetConfig, RunConfig
 from mlora.types import Note, UserError
 
-
 ROOT = Path(__file__).parents[2]
 
 
