@@ -9,7 +9,7 @@ import numpy as np
 
 from mlora.types import UserError
 
-_MOST = 1 << 30  # rows of an epoch
+_MOST = 1 << 26  # rows of an epoch: its order takes some 32 bytes for each
 
 
 class Share(NamedTuple):
@@ -25,7 +25,7 @@ def shares(rows: Sequence[int], weights: Sequence[float] | None) -> tuple[Share,
     Without weights each row is in it once. With weights, source i gives weights[i] / Σ weights of the epoch's rows, and
     the epoch is the shortest in which every row of every source is at least once, as ``all_exhausted`` of datasets'
     ``interleave_datasets``; but the shares are exact, up to half a row, and not only expected.
-    Raises UserError where an epoch would have more than 2³⁰ rows.
+    Raises UserError where an epoch would have more than 2²⁶ rows.
     """
     if weights is None:
         return tuple(Share(n, n) for n in rows)

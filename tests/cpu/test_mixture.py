@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import csv
 import json
+from dataclasses import replace
 
 import pyarrow.parquet
 import pytest
 
 import mlora
-from mlora import UserError
+from mlora import UserError, parse_config
+from mlora.engine.inbox import changed_keys
 from tests.cpu.runs import outcome, run, write_rows
 from tests.cpu.tiny import save_tiny
 
@@ -101,3 +103,18 @@ def test_a_source_that_cannot_be_read_ends_the_start_with_its_name(model, files,
     (tmp_path / "bad.csv").write_text("prompt,completion\na,b\nc\n")
     with pytest.raises(UserError, match=r"bad.csv:3: 1 cells for 2 columns"):
         run(tmp_path / "run", model, [adapter([*mixture(files), str(tmp_path / "bad.csv")])])
+
+
+def test_a_mixture_that_is_left_for_a_live_run_has_whole_paths_and_is_the_same(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    dataset = [
+        {"path": "x.csv", "weight": 2, "columns": {"text": "t"}, "chat_template": "chat.jinja"},
+        {"hub": "org/rows", "split": "test", "max_samples": 3, "weight": 1},
+    ]
+    (left,) = parse_config({"base_model": "b", "adapters": [{"name": "a", "dataset": dataset}]}).adapters
+    tree = json.loads(json.dumps(changed_keys(left)))
+    monkeypatch.chdir("/")
+    (found,) = parse_config({"base_model": "b", "adapters": [tree]}).adapters
+    file, remote = left.sources
+    whole = replace(file, path=tmp_path / "x.csv", chat_template=str(tmp_path / "chat.jinja"))
+    assert found == replace(left, dataset=(whole, remote))
