@@ -28,10 +28,12 @@ setup(
         "tokenizers>=0.22",
     ],
     extras_require={
+        "data": ["datasets>=4.0"],  # never runs a data set's script; its pyarrow reads Parquet and Arrow
         "verify": ["peft>=0.18"],
         "demo": ["peft>=0.18", "gguf>=0.17"],
         "test": [
             "peft>=0.18",
+            "datasets>=4.0",
             "gguf>=0.17",
             "pytest>=8",
             "pytest-timeout",

@@ -7,16 +7,20 @@ import json
 import os
 import platform
 import sys
+import warnings
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import mlora
-from mlora.types import Interrupted, UserError
+from mlora.types import Interrupted, Note, UserError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
+_TRAIN_EPILOG = "Everything else is a key of the file, such as --set defaults.learning_rate=1e-4."
 _OK, _BUG, _USER, _FAILED, _INTERRUPTED = 0, 1, 2, 3, 128 + 2
 
 
@@ -25,7 +29,10 @@ def main(argv: list[str] | None = None) -> int:
     128 + n signal n."""
     arguments = _parser().parse_args(argv)
     try:
-        return arguments.run(arguments)
+        with warnings.catch_warnings():
+            warnings.simplefilter("default", Note)
+            warnings.showwarning = _shower(warnings.showwarning)
+            return arguments.run(arguments)
     except BrokenPipeError:  # whoever read our output has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
@@ -40,17 +47,31 @@ def main(argv: list[str] | None = None) -> int:
         return _INTERRUPTED
 
 
+def _shower(others: Callable[..., None]) -> Callable[..., None]:
+    """Shows a note on one line, and other warnings as ever."""
+
+    def show(message: Warning | str, category: type[Warning], *rest: Any, **named: Any) -> None:
+        if issubclass(category, Note):
+            print(f"mlora: note: {message}", file=sys.stderr)
+        else:
+            others(message, category, *rest, **named)
+
+    return show
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="mlora", description=mlora.__doc__)
     parser.add_argument("--version", action="version", version=f"mlora {mlora.__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    train = commands.add_parser("train", help="train the adapters of a configuration file")
+    train = commands.add_parser("train", help="train the adapters of a configuration file", epilog=_TRAIN_EPILOG)
     train.add_argument("config", help="a YAML file")
     train.add_argument("--set", action="append", default=[], metavar="A.B=C", help="change one key of the file")
-    train.add_argument("--overwrite", action="store_true", help="replace an earlier run in output_dir")
-    train.add_argument("--resume", metavar="auto|RUN", help="go on with the run in output_dir, or from another one's")
-    train.add_argument("--allow-changed", action="store_true", help="resume even where keys or data have changed")
-    train.add_argument("--nproc", type=int, metavar="N", help="start N processes on this host, as torchrun would")
+    again = train.add_argument_group("when output_dir holds a run already")
+    again.add_argument("--overwrite", action="store_true", help="replace it")
+    again.add_argument("--resume", metavar="auto|RUN", help="go on with it, or from another run's checkpoints")
+    again.add_argument("--allow-changed", action="store_true", help="resume even where keys or data have changed")
+    processes = train.add_argument_group("processes")
+    processes.add_argument("--nproc", type=int, metavar="N", help="start N on this host, as torchrun would")
     train.set_defaults(run=_train)
     plan = commands.add_parser("plan", help="show stages, order and predicted bubble, without training")
     plan.add_argument("config", help="a YAML file")
@@ -190,7 +211,17 @@ def _env(arguments: argparse.Namespace) -> int:
     import torch
 
     print(f"mlora {mlora.__version__}, Python {platform.python_version()}, {platform.platform()}")
-    for name in ("torch", "transformers", "safetensors", "numpy", "triton", "peft", "bitsandbytes"):
+    for name in (
+        "torch",
+        "transformers",
+        "safetensors",
+        "numpy",
+        "triton",
+        "peft",
+        "bitsandbytes",
+        "datasets",
+        "pyarrow",
+    ):
         try:
             print(f"{name} {version(name)}")
         except PackageNotFoundError:

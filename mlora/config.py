@@ -19,6 +19,7 @@ from typing import Any, Literal
 
 import yaml
 
+from mlora import names
 from mlora.types import LINEAR_MODULES, UserError
 
 _HEAD_MODULES = ("embed_tokens", "lm_head", "wte", "embed_in", "embed_out")
@@ -54,15 +55,39 @@ _REFUSED_INITS = {
 
 @dataclass(frozen=True, kw_only=True)
 class DatasetConfig:
-    """Where an adapter's rows are and how they become text."""
+    """Where rows are and how they become text: a file, or a data set on the Hugging Face hub."""
 
-    path: Path
+    path: Path | None = None
     format: Literal[
         "auto", "text", "prompt_completion", "question_answer", "alpaca", "dolly", "messages", "sharegpt"
     ] = "auto"
     columns: Mapping[str, str] = field(default_factory=dict)  # our column -> the file's column
     chat_template: str | None = None  # a file, or "none" for the plain format; default: the tokenizer's own
     train_on: Literal["completions", "all"] = "completions"
+    hub: str | None = None  # in place of path: OWNER/NAME
+    subset: str | None = None  # of the data set on the hub
+    split: str | None = None  # default: train
+    revision: str | None = None  # branch, tag or commit; default: main
+    max_samples: int | None = None  # the first so many rows, dropped ones included
+    weight: float | None = None  # share of an epoch's rows, if the adapter has several data sets
+
+    @property
+    def label(self) -> str:
+        """What the rows are called in a log: the file's name or the hub id."""
+        return self.path.name if self.path else str(self.hub)
+
+    def __post_init__(self) -> None:
+        if (self.path is None) == (self.hub is None):
+            raise UserError("dataset: give either path, a file, or hub, a data set's id")
+        for key in ("subset", "split", "revision"):
+            if self.path is not None and getattr(self, key) is not None:
+                raise UserError(f"dataset.{key}: belongs to a data set on the hub, but {self.path} is a file")
+        if self.hub is not None and not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", self.hub):
+            raise UserError(f"dataset.hub: {self.hub!r} is no id such as tatsu-lab/alpaca; a file is given as path")
+        if self.max_samples is not None and self.max_samples < 1:
+            raise UserError(f"dataset.max_samples: {self.max_samples} is not a positive number")
+        if self.weight is not None and not 1e-6 <= self.weight <= 1e6:
+            raise UserError(f"dataset.weight: {self.weight:g} is outside 1e-06 … 1e+06")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +95,7 @@ class AdapterConfig:
     """One LoRA: its data and all its hyper-parameters. Names and meaning are PEFT's and Hugging Face's."""
 
     name: str
-    dataset: DatasetConfig
+    dataset: DatasetConfig | tuple[DatasetConfig, ...]
     r: int = 16
     lora_alpha: float = 32
     lora_dropout: float = 0.0
@@ -100,8 +125,14 @@ class AdapterConfig:
     def plain(self) -> dict[str, Any]:
         """All keys as plain data, as they may stand in a configuration file."""
         tree = dataclasses.asdict(self)
-        tree["dataset"]["path"] = str(self.dataset.path)
+        for source in tree["dataset"] if isinstance(self.dataset, tuple) else [tree["dataset"]]:
+            source["path"] = str(source["path"]) if source["path"] else None
         return {key: list(value) if isinstance(value, tuple) else value for key, value in tree.items()}
+
+    @property
+    def sources(self) -> tuple[DatasetConfig, ...]:
+        """The data sets, one or several."""
+        return self.dataset if isinstance(self.dataset, tuple) else (self.dataset,)
 
     @property
     def rows_per_step(self) -> int:
@@ -125,6 +156,7 @@ class AdapterConfig:
             raise UserError(f"{place}.max_steps: 0 trains nothing; write -1 to count in num_train_epochs instead")
         _check_init(self.init_lora_weights, self.r, place)
         _check_targets(self, place)
+        _check_weights(self.sources, place)
 
 
 _RANGES: tuple[tuple[str, float, float], ...] = (
@@ -282,15 +314,17 @@ def parse_config(tree: Mapping[str, Any], base: str | Path = ".") -> RunConfig:
     defaults = tree.pop("defaults", None) or {}
     if not isinstance(defaults, Mapping):
         raise UserError(f"defaults: expected a block of adapter keys, found {_kind(defaults)}")
+    defaults = names.canonical(defaults, names.ADAPTER, "defaults", _misplaced())
     for key in ("name", "dataset"):
         if key in defaults:
             raise UserError(f"defaults.{key}: every adapter has its own {key}")
     entries = tree.pop("adapters", None)
     if not isinstance(entries, list):
         raise UserError(f"adapters: expected a list of adapters, found {_kind(entries)}")
+    adapters = tuple(_adapter(entry, defaults, i, base) for i, entry in enumerate(entries))
+    tree = names.canonical(tree, names.RUN, "", _elsewhere(RunConfig, AdapterConfig, names.ADAPTER))
     if "base_model" not in tree:
         raise UserError("base_model: missing; write a local folder or a hub id such as HuggingFaceTB/SmolLM2-135M")
-    adapters = tuple(_adapter(entry, defaults, i, base) for i, entry in enumerate(entries))
     _known(RunConfig, tree, "", also=("defaults", "adapters"))
     pipeline = _pipeline(tree.pop("pipeline", None) or {})
     values = {key: _convert(RunConfig, key, value, key) for key, value in tree.items()}
@@ -314,6 +348,7 @@ def _adapter(entry: object, defaults: Mapping[str, Any], index: int, base: Path)
     place = f"adapters[{index}]"
     if not isinstance(entry, Mapping):
         raise UserError(f"{place}: expected a block with name and dataset, found {_kind(entry)}")
+    entry = names.canonical(entry, names.ADAPTER, f"adapters[{entry.get('name') or index}]", _misplaced())
     for key in ("name", "dataset"):
         if entry.get(key) is None:
             raise UserError(f"{place}.{key}: missing")
@@ -331,16 +366,59 @@ def _adapter(entry: object, defaults: Mapping[str, Any], index: int, base: Path)
     return AdapterConfig(**values)
 
 
-def _dataset(entry: object, place: str, base: Path) -> DatasetConfig:
+def _dataset(entry: object, place: str, base: Path) -> DatasetConfig | tuple[DatasetConfig, ...]:
+    if not isinstance(entry, list):
+        return _source(entry, place, base)
+    if not entry:
+        raise UserError(f"{place}: the list is empty; give a file's path or several")
+    return tuple(_source(item, f"{place}[{i}]", base) for i, item in enumerate(entry))
+
+
+def _source(entry: object, place: str, base: Path) -> DatasetConfig:
     tree = {"path": entry} if isinstance(entry, str) else entry
-    if not isinstance(tree, Mapping) or "path" not in tree:
-        raise UserError(f"{place}: expected a file's path or a block with path, found {_kind(entry)}")
+    if isinstance(tree, Mapping):
+        tree = names.canonical(tree, names.DATASET, place, _elsewhere(DatasetConfig, AdapterConfig, names.ADAPTER))
+    if not isinstance(tree, Mapping) or (tree.get("path") is None and tree.get("hub") is None):
+        raise UserError(f"{place}: expected a file's path or a block with path or hub, found {_kind(entry)}")
     _known(DatasetConfig, tree, place)
+    if isinstance(tree.get("path"), list):
+        raise UserError(f"{place}.path: several files are a list under dataset: [first.jsonl, second.jsonl]")
     values = {key: _convert(DatasetConfig, key, value, f"{place}.{key}") for key, value in tree.items()}
-    values["path"] = base / values["path"]
+    if values.get("path") is not None:
+        values["path"] = base / values["path"]
     if values.get("chat_template") not in (None, "none"):
         values["chat_template"] = str(base / values["chat_template"])
-    return DatasetConfig(**values)
+    try:
+        return DatasetConfig(**values)
+    except UserError as error:
+        raise UserError(place + str(error).removeprefix("dataset")) from None
+
+
+def _misplaced() -> dict[str, str]:
+    """What may stand in an adapter's block by mistake."""
+    return _elsewhere(AdapterConfig, DatasetConfig, {}) | _elsewhere(AdapterConfig, RunConfig, names.RUN)
+
+
+def _elsewhere(cls: type, other: type, aliases: Mapping[str, str]) -> dict[str, str]:
+    """The keys of ``other``, which do not belong into a block of ``cls``, with the words that say where they belong."""
+    own = {f.name for f in dataclasses.fields(cls)} | {"name", "defaults", "adapters"}
+    keys = {f.name: f.name for f in dataclasses.fields(other)} | dict(aliases)
+    return {key: _WHERE[other.__name__].format(name) for key, name in keys.items() if key not in own}
+
+
+_WHERE = {
+    "RunConfig": "belongs to the run: write {} at the top of the file",
+    "AdapterConfig": "belongs to an adapter: write {} under defaults, or beside the adapter's name",
+    "DatasetConfig": "belongs to the data: write {} inside dataset",
+}
+
+
+def _check_weights(sources: Sequence[DatasetConfig], place: str) -> None:
+    weights = [source.weight for source in sources]
+    if weights != [None] and None in weights and any(weights):
+        raise UserError(f"{place}.dataset[{weights.index(None)}].weight: missing; give all its data sets one, or none")
+    if len(weights) == 1 and weights != [None]:
+        raise UserError(f"{place}.dataset.weight: a share of one data set means nothing; leave it out")
 
 
 def _known(cls: type, tree: Mapping[Any, Any], place: str, also: tuple[str, ...] = ()) -> None:
@@ -501,7 +579,10 @@ def _descend(node: Any, path: str, override: str) -> tuple[Any, str]:
             name = f"{entry.get('name')}." if isinstance(entry, dict) else ""
             if name and path.startswith(name):
                 return entry, path.removeprefix(name)
-        raise UserError(f"--set {override}: there is no adapter of that name")
+        place, _, below = path.partition(".")
+        if place.isdigit() and int(place) < len(node) and isinstance(node[int(place)], dict):
+            return node[int(place)], below
+        raise UserError(f"--set {override}: there is no adapter of that name, and no block of that number")
     key, _, rest = path.partition(".")
     if not isinstance(node, dict):
         raise UserError(f"--set {override}: {key} is not inside a block")

@@ -25,6 +25,10 @@ class UserError(ValueError):
     """Something the user can mend. The text says what is wrong, where, and what to do next; it is shown on one line."""
 
 
+class Note(UserWarning):
+    """Something in a configuration that is taken, but in another way than it is written there."""
+
+
 class Interrupted(KeyboardInterrupt):
     """A run that a signal has stopped: what had been reached is in its checkpoints."""
 

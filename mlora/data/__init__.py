@@ -1,7 +1,20 @@
-"""Rows of files to tokens in a memory-mapped cache."""
+"""Rows of files and hub data sets to tokens in a memory-mapped cache."""
 
-from mlora.data.cache import DataStats, TokenData, open_tokens
+from mlora.data.cache import DataStats, TokenData, join_tokens, open_tokens
 from mlora.data.reader import read_rows
-from mlora.data.sampler import Sampler
+from mlora.data.sampler import Sampler, Share, shares
+from mlora.data.sources import FileSource, HubSource, open_source
 
-__all__ = ["DataStats", "Sampler", "TokenData", "open_tokens", "read_rows"]
+__all__ = [
+    "DataStats",
+    "FileSource",
+    "HubSource",
+    "Sampler",
+    "Share",
+    "TokenData",
+    "join_tokens",
+    "open_source",
+    "open_tokens",
+    "read_rows",
+    "shares",
+]

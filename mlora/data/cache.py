@@ -1,6 +1,6 @@
-"""Tokens of one data file on disk, mapped into memory: built once, opened by every later run in moments.
+"""Tokens of a source on disk, mapped into memory: built once, opened by every later run in moments.
 
-An entry is a folder named by the file's content, by all that determines its tokens, and by the version of this
+An entry is a folder named by the source's content, by all that determines its tokens, and by the version of this
 layout. It appears under that name only when it is complete, and is checked against its hashes before use.
 """
 
@@ -16,18 +16,19 @@ import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import BinaryIO
 
 import numpy as np
 
-from mlora.data.reader import check_file, read_rows
+from mlora.data.sampler import Share, shares
+from mlora.data.sources import Source
 from mlora.types import IGNORE, Encoded, Row, UserError
 
 EncodeRows = Callable[[Sequence[Row]], Sequence[Encoded | str]]  # text: the reason why the row is dropped
 
-_VERSION = 1  # of the layout below
+_VERSION = 2  # of the layout below, and of how files become rows
 _BATCH = 1000  # rows per call of encode
 # Name of each array: its type, little-endian so that a cache can be shared. ``ids`` and ``trained`` are per token.
 _ARRAYS = {"ids": "<i4", "trained": "|b1", "starts": "<i8", "lengths": "<i4", "target_tokens": "<i4"}
@@ -36,7 +37,7 @@ _STATS, _HASHES = "stats.json", "sha256.json"
 
 @dataclass(frozen=True, kw_only=True)
 class DataStats:
-    """What became of a file's rows. ``dropped`` counts rows by reason; ``target_tokens`` are those predicted."""
+    """What became of a data set's rows. ``dropped`` counts rows by reason; ``target_tokens`` are those predicted."""
 
     rows: int
     kept: int
@@ -55,16 +56,24 @@ class DataStats:
 
 
 @dataclass(frozen=True, kw_only=True)
+class _Store:
+    """What is per token of one source, mapped from disk, read-only, and where each row's tokens are in it."""
+
+    starts: np.ndarray  # int64 [rows]: place of each row's first token
+    ids: np.ndarray  # int32 [tokens]
+    trained: np.ndarray  # bool [tokens]
+
+
+@dataclass(frozen=True, kw_only=True)
 class TokenData:
-    """The kept rows of a file as tokens: what is per token is mapped from disk, read-only."""
+    """The kept rows of a data set as tokens. The rows of several sources follow each other."""
 
     lengths: np.ndarray  # int32 [rows]: tokens of each row
     target_tokens: np.ndarray  # int32 [rows]: predicted tokens of each row, labels shifted
     stats: DataStats
-    digest: str  # of all arrays
-    _starts: np.ndarray  # int64 [rows]: place of each row's first token
-    _ids: np.ndarray  # int32 [tokens]
-    _trained: np.ndarray  # bool [tokens]
+    digest: str  # of all arrays, and of the shares
+    shares: tuple[Share, ...]  # of each source: its rows, and how many of an epoch's rows it gives
+    _stores: tuple[_Store, ...]
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -74,49 +83,82 @@ class TokenData:
 
         Raises OSError where the file has been cut since: reading behind its end would end the process.
         """
-        _check_size(self._ids)
-        _check_size(self._trained)
-        start = int(self._starts[index])
+        store, place = self._find(index)
+        _check_size(store.ids)
+        _check_size(store.trained)
+        start = int(store.starts[place])
         span = slice(start, start + int(self.lengths[index]))
-        ids = self._ids[span]
-        return ids, np.where(self._trained[span], ids, np.int32(IGNORE))
+        ids = store.ids[span]
+        return ids, np.where(store.trained[span], ids, np.int32(IGNORE))
+
+    def _find(self, index: int) -> tuple[_Store, int]:
+        for share, store in zip(self.shares, self._stores, strict=True):
+            if index < share.rows:
+                return store, index
+            index -= share.rows
+        raise IndexError(f"there are only {len(self)} rows")
+
+    def in_memory(self) -> TokenData:
+        """The same tokens as plain arrays, which travel between processes; mapped files do not."""
+        stores = tuple(_Store(**{key: np.array(value) for key, value in vars(store).items()}) for store in self._stores)
+        return replace(self, _stores=stores)
 
 
-def open_tokens(path: Path, encode: EncodeRows, digest: str, cache_dir: Path) -> TokenData:
-    """Open the tokens of ``path``, encoding the file first if no sound cache entry exists.
+def join_tokens(parts: Sequence[TokenData], weights: Sequence[float] | None) -> TokenData:
+    """The rows of several sources as one data set. ``weights``: each source's share of an epoch, see ``shares``.
 
-    ``encode`` turns a batch of rows into as many results, in order; ``digest`` names everything beside the file that
-    its results depend on. Runs that build the same entry at once do not disturb each other.
-    Raises UserError where the file is at fault, when no row is left, and when the cache cannot be written.
+    Raises UserError where the weights make an epoch endless.
     """
-    entry = cache_dir / _key(path, digest)
+    if len(parts) == 1:
+        return parts[0]
+    drawn = shares([len(part) for part in parts], weights)
+    facts = json.dumps([[part.digest for part in parts], drawn])
+    return TokenData(
+        lengths=np.concatenate([part.lengths for part in parts]),
+        target_tokens=np.concatenate([part.target_tokens for part in parts]),
+        stats=_sum_stats([part.stats for part in parts]),
+        digest=hashlib.sha256(facts.encode()).hexdigest(),
+        shares=drawn,
+        _stores=tuple(store for part in parts for store in part._stores),
+    )
+
+
+def _sum_stats(parts: Sequence[DataStats]) -> DataStats:
+    return DataStats(
+        rows=sum(part.rows for part in parts),
+        kept=sum(part.kept for part in parts),
+        truncated=sum(part.truncated for part in parts),
+        dropped=dict(sum((Counter(part.dropped) for part in parts), Counter())),
+        tokens=sum(part.tokens for part in parts),
+        target_tokens=sum(part.target_tokens for part in parts),
+    )
+
+
+def open_tokens(source: Source, encode: EncodeRows, digest: str, cache_dir: Path) -> TokenData:
+    """Open the tokens of ``source``, encoding its rows first if no sound cache entry exists.
+
+    ``encode`` turns a batch of rows into as many results, in order; ``digest`` names everything beside the source that
+    its results depend on. Runs that build the same entry at once do not disturb each other.
+    Raises UserError where the data are at fault, when no row is left, and when the cache cannot be written.
+    """
+    entry = cache_dir / hashlib.sha256(f"{_VERSION}\0{source.content()}\0{digest}".encode()).hexdigest()
     data = _open(entry)
     if data is not None:
         return data
     try:
         cache_dir.mkdir(parents=True, exist_ok=True)
-        return _build(path, encode, entry)
+        return _build(source, encode, entry)
     except OSError as error:
         raise UserError(f"{cache_dir}: cannot write the token cache: {error.strerror}") from None
 
 
-def _key(path: Path, digest: str) -> str:
-    check_file(path)
-    try:
-        with path.open("rb") as file:
-            content = hashlib.file_digest(file, "sha256").hexdigest()
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read: {error.strerror}") from None
-    return hashlib.sha256(f"{_VERSION}\0{content}\0{digest}".encode()).hexdigest()
-
-
-def _build(path: Path, encode: EncodeRows, entry: Path) -> TokenData:
+def _build(source: Source, encode: EncodeRows, entry: Path) -> TokenData:
     folder = Path(tempfile.mkdtemp(prefix=".building-", dir=entry.parent))
     try:
-        before = _identity(path)
-        _write(path, encode, folder)
-        if _identity(path) != before:
-            raise UserError(f"{path}: changed while it was read; start again when it is complete")
+        before = source.stamp()
+        _write(source, encode, folder)
+        if source.stamp() != before:
+            raise UserError(f"{source.name}: changed while it was read; start again when it is complete")
         data = _open(folder)
         assert data is not None, "a cache entry just written does not match its own hashes"
         # Opened before it is moved: another run may replace the entry, but not what is already mapped.
@@ -124,11 +166,6 @@ def _build(path: Path, encode: EncodeRows, entry: Path) -> TokenData:
         return data
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-
-
-def _identity(path: Path) -> tuple[int, int, int]:
-    stat = path.stat()
-    return stat.st_ino, stat.st_size, stat.st_mtime_ns
 
 
 def _publish(folder: Path, entry: Path) -> None:
@@ -146,13 +183,14 @@ def _publish(folder: Path, entry: Path) -> None:
     _sync_folder(entry.parent)
 
 
-def _write(path: Path, encode: EncodeRows, folder: Path) -> None:
+def _write(source: Source, encode: EncodeRows, folder: Path) -> None:
     writer = _Writer(folder)
     try:
-        for rows in _batches(read_rows(path)):
+        for rows in _batches(source.rows()):
             writer.add(encode(rows), len(rows))
         if not writer.kept:
-            raise UserError(f"{path}: none of its {writer.rows:,} rows can be trained on: {_reasons(writer.dropped)}")
+            reasons = _reasons(writer.dropped)
+            raise UserError(f"{source.name}: none of its {writer.rows:,} rows can be trained on: {reasons}")
         writer.finish()
     finally:
         writer.close()
@@ -261,14 +299,14 @@ def _open(entry: Path) -> TokenData | None:
         arrays = {name: np.memmap(entry / name, dtype=kind, mode="r") for name, kind in _ARRAYS.items()}
     except (OSError, ValueError, TypeError, KeyError):
         return None
+    rows = len(arrays["lengths"])
     return TokenData(
         lengths=np.array(arrays["lengths"]),
         target_tokens=np.array(arrays["target_tokens"]),
         stats=stats,
         digest=hashlib.sha256(sums).hexdigest(),
-        _starts=np.array(arrays["starts"]),
-        _ids=arrays["ids"],
-        _trained=arrays["trained"],
+        shares=(Share(rows, rows),),
+        _stores=(_Store(starts=np.array(arrays["starts"]), ids=arrays["ids"], trained=arrays["trained"]),),
     )
 
 

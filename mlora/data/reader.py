@@ -1,4 +1,8 @@
-"""JSON and JSONL files as a stream of rows: a file larger than memory is read without being held."""
+"""A file's rows as a stream: a file larger than memory is read without being held.
+
+JSON and JSONL are read here, CSV, Parquet and Arrow in ``tables``. What a file is shows in its content; only CSV, which
+has no mark of its own, is known by its name.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
+from mlora.data import tables
 from mlora.types import Row, UserError
 
 _LFS_POINTER = b"version https://git-lfs.github.com/spec/"
@@ -20,27 +25,45 @@ _CUT_REACH = 16  # characters
 
 
 def read_rows(path: Path) -> Iterator[Row]:
-    """Yield the objects of a JSON array or of a JSONL file, told apart by content and not by the file's name.
+    """Yield the rows of a file: a JSON array's objects, JSONL's, CSV's, Parquet's or Arrow's.
 
-    ``Row.line`` is the line on which the object starts. A byte order mark, CRLF and blank lines are fine.
+    ``Row.line`` is the line on which the row starts; in Parquet and Arrow, which have no lines, its number from 1.
+    A byte order mark, CRLF and blank lines are fine.
     Raises UserError, with file, line and column as far as they exist, for a file that cannot be read, is empty, is no
-    UTF-8, is no JSON or holds a row that is no object.
+    UTF-8, is not what it seems to be, or holds a row that is no object.
     """
+    kind = file_kind(path)
+    found = False
+    try:
+        with path.open("rb") as file:
+            for row in _READERS[kind](file, path):
+                found = True
+                yield row
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read: {error.strerror or error}") from None
+    if not found:
+        raise UserError(f"{path}: holds no rows; {_EMPTY.get(kind, 'give a file with some')}")
+
+
+def file_kind(path: Path) -> str:
+    """What a file is: array, lines, csv, tsv, parquet, arrow or arrow-stream. Raises UserError as ``read_rows``."""
     check_file(path)
     try:
         with path.open("rb") as file:
             head = file.read(_CHUNK)
-            if head.startswith(_LFS_POINTER):
-                raise UserError(f"{path}: is a Git-LFS pointer and not the data; run `git lfs pull` to fetch it")
-            file.seek(0)
-            found = False
-            for row in _read_array(file, path) if _is_array(head) else _read_lines(file, path):
-                found = True
-                yield row
     except OSError as error:
         raise UserError(f"{path}: cannot be read: {error.strerror}") from None
-    if not found:
-        raise UserError(f"{path}: holds no rows; give a JSON array of objects or one JSON object per line")
+    if head.startswith(_LFS_POINTER):
+        raise UserError(f"{path}: is a Git-LFS pointer and not the data; run `git lfs pull` to fetch it")
+    for mark, kind in tables.MARKS.items():
+        if head.startswith(mark):
+            return kind
+    if path.suffix.lower() in (".csv", ".tsv"):
+        return path.suffix.lower().removeprefix(".")
+    if path.suffix.lower() in (".parquet", ".arrow"):
+        name = path.suffix.removeprefix(".").capitalize()
+        raise UserError(f"{path}: does not begin as a {name} file does; is it cut off, or named wrongly?")
+    return "array" if _is_array(head) else "lines"
 
 
 def check_file(path: Path) -> None:
@@ -50,9 +73,9 @@ def check_file(path: Path) -> None:
     except OSError as error:
         raise UserError(f"{path}: cannot be read: {error.strerror}") from None
     if stat.S_ISDIR(mode):
-        raise UserError(f"{path}: is a folder; give a .json or .jsonl file")
+        raise UserError(f"{path}: is a folder; give its files, as a list under dataset")
     if not stat.S_ISREG(mode):
-        raise UserError(f"{path}: is not a regular file; write the rows to a .json or .jsonl file first")
+        raise UserError(f"{path}: is not a regular file; write the rows to a file first")
 
 
 def _is_array(head: bytes) -> bool:
@@ -65,7 +88,7 @@ def _read_lines(file: BinaryIO, path: Path) -> Iterator[Row]:
         try:
             text = raw.removeprefix(bom).decode("utf-8").rstrip("\r\n")
         except UnicodeDecodeError:
-            raise _bad_utf8(path, line, raw) from None
+            raise tables.bad_utf8(path, line, raw) from None
         if text.strip(" \t\r"):
             yield _row(_parse_line(text, path, line), path, line)
 
@@ -86,15 +109,6 @@ def _row(value: object, path: Path, line: int) -> Row:
     return Row(value, str(path), line)
 
 
-def _bad_utf8(path: Path, line: int, raw: bytes) -> UserError:
-    try:
-        raw.decode("utf-8")
-    except UnicodeDecodeError as error:
-        place = f"{path}:{line}:{error.start + 1}"
-        return UserError(f"{place}: byte 0x{raw[error.start]:02x} is not valid UTF-8; save the file as UTF-8")
-    raise AssertionError("called for a line that is valid UTF-8")
-
-
 def _read_array(file: BinaryIO, path: Path) -> Iterator[Row]:
     buffer = _Buffer(file, path)
     buffer.skip("[")
@@ -111,6 +125,23 @@ def _read_array(file: BinaryIO, path: Path) -> Iterator[Row]:
     buffer.skip("]")
     if buffer.peek():
         raise buffer.error(0, "text after the array's end; keep one array of objects per file")
+
+
+_EMPTY = {
+    "array": "give a JSON array of objects or one JSON object per line",
+    "lines": "give a JSON array of objects or one JSON object per line",
+    "csv": "give a line of column names and a line for each row",
+    "tsv": "give a line of column names and a line for each row",
+}
+_READERS = {
+    "array": _read_array,
+    "lines": _read_lines,
+    "csv": tables.read_csv,
+    "tsv": tables.read_tsv,
+    "parquet": tables.read_parquet,
+    "arrow": tables.read_arrow_file,
+    "arrow-stream": tables.read_arrow_stream,
+}
 
 
 class _Buffer:
@@ -191,5 +222,5 @@ class _Buffer:
             try:
                 raw.decode("utf-8")
             except UnicodeDecodeError:
-                return _bad_utf8(self._path, line, raw)
+                return tables.bad_utf8(self._path, line, raw)
         raise AssertionError("called for a file that is valid UTF-8")

@@ -64,7 +64,7 @@ class AdapterRun:
     _tokens_of_step: dict[int, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.sampler = Sampler(len(self.data), self.config.seed, self.config.rows_per_step)
+        self.sampler = Sampler(len(self.data), self.config.seed, self.config.rows_per_step, self.data.shares)
 
     @property
     def total_steps(self) -> int:

@@ -12,7 +12,7 @@ tags: [lora]
 ---
 # {name}
 
-A LoRA adapter of `{base_model}`, trained with mLoRA on `{data}`: {rows} rows, {steps} steps, last loss {loss:.4f}.
+A LoRA adapter of `{base_model}`, trained with mLoRA on {data}: {rows} rows, {steps} steps, last loss {loss:.4f}.
 
 | r | lora_alpha | lora_dropout | use_rslora | learning_rate | rows per step | seed |
 | --- | --- | --- | --- | --- | --- | --- |
@@ -32,7 +32,7 @@ def model_card(adapter: AdapterRun, base_model: str) -> str:
     return _TEXT.format(
         base_model=base_model,
         name=config.name,
-        data=config.dataset.path.name,
+        data=", ".join(f"`{source.label}`" for source in config.sources),
         rows=len(adapter.data),
         steps=len(adapter.reports),
         loss=adapter.reports[-1].loss,

@@ -155,7 +155,8 @@ def _changes(version: Version, adapter: AdapterRun, base: Mapping[str, Any]) -> 
     place = f"adapters[{adapter.config.name}]"
     found = [f"{place}.{key} is {now[key]!r} and was {was.config.get(key)!r}" for key in keys]
     if was.data != adapter.data.digest:
-        found.append(f"{place}.dataset: {adapter.config.dataset.path} gives other tokens than it did")
+        labels = ", ".join(source.label for source in adapter.config.sources)
+        found.append(f"{place}.dataset: {labels} gives other tokens, or weighs them otherwise, than it did")
     found += [
         f"{key} is {base[key]} and was {was.base[key]}" for key in ("dtype", "device") if was.base[key] != base[key]
     ]

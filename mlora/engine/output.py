@@ -125,7 +125,7 @@ def _not_exported(adapters: Path) -> list[Path]:
 def _check_inputs(config: RunConfig) -> None:
     """The run folder may not hold what the run reads: --overwrite would delete it."""
     folder = config.output_dir.resolve()
-    inputs = {f"adapters[{a.name}].dataset": a.dataset.path for a in config.adapters}
+    inputs = {f"adapters[{a.name}].dataset": s.path for a in config.adapters for s in a.sources if s.path}
     inputs["base_model"] = Path(config.base_model)
     for place, path in inputs.items():
         if path.resolve().is_relative_to(folder) and path.exists():

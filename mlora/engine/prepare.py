@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,8 +11,8 @@ from transformers import PreTrainedTokenizerBase
 
 from mlora.adapters.optimizer import learning_rate, warmup_steps
 from mlora.adapters.targets import match_targets
-from mlora.config import AdapterConfig, RunConfig
-from mlora.data import open_tokens
+from mlora.config import AdapterConfig, DatasetConfig, RunConfig
+from mlora.data import TokenData, join_tokens, open_source, open_tokens
 from mlora.engine.adapter_run import AdapterRun
 from mlora.engine.layout import layer_counts
 from mlora.engine.memory import fitted
@@ -110,6 +110,35 @@ def cache_folder() -> Path:
     return (Path(base) if base else Path.home() / ".cache") / "mlora"
 
 
+def open_data(
+    name: str, sources: Sequence[DatasetConfig], tokenizer: PreTrainedTokenizerBase, max_length: int, vocab_size: int
+) -> TokenData:
+    """The tokens of an adapter's data sets, with a line on each if there are several.
+
+    Raises DataError where they cannot be read, UserError where tokenizer, template and format do not go together.
+    """
+    tasks = [SftTask(source, tokenizer, max_length, vocab_size) for source in sources]
+    try:
+        parts = [
+            open_tokens(open_source(source), task.encode, task.digest, cache_folder() / "tokens")
+            for source, task in zip(sources, tasks, strict=True)
+        ]
+        data = join_tokens(parts, _weights(sources))
+    except UserError as error:
+        raise DataError(str(error)) from None
+    if len(sources) > 1:
+        epoch = sum(share.drawn for share in data.shares)
+        for source, part, share in zip(sources, parts, data.shares, strict=True):
+            print(f"{name}: {source.label}: {part.stats.summary()}; {share.drawn:,} of an epoch's {epoch:,} rows")
+    return data
+
+
+def _weights(sources: Sequence[DatasetConfig]) -> list[float] | None:
+    """All weights, or None where there are none; the configuration has either."""
+    weights = [source.weight for source in sources if source.weight is not None]
+    return weights or None
+
+
 def prepare_adapter(
     index: int, config: AdapterConfig, spec: ModelSpec, tokenizer: PreTrainedTokenizerBase
 ) -> AdapterRun:
@@ -120,11 +149,7 @@ def prepare_adapter(
         print(f"{config.name}: max_length {config.max_length} is over the model's {length} positions; {length} is used")
     for warning in deployment_warnings(config):
         print(warning)
-    task = SftTask(config.dataset, tokenizer, length, spec.vocab_size)
-    try:
-        data = open_tokens(config.dataset.path, task.encode, task.digest, cache_folder() / "tokens")
-    except UserError as error:
-        raise DataError(str(error)) from None
+    data = open_data(config.name, config.sources, tokenizer, length, spec.vocab_size)
     adapter = AdapterRun(index=index, config=config, data=data, targets=targets)
     _check_rates(adapter)
     print(f"{config.name}: {data.stats.summary()}; {adapter.total_steps} steps, {len(targets)} modules", flush=True)

@@ -9,13 +9,10 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
-import numpy as np
 import torch
 
 from mlora.config import AdapterConfig
-from mlora.data import TokenData
 from mlora.engine.adapter_run import AdapterRun, Record, StepReport
 from mlora.engine.cadence import Cadence
 from mlora.engine.coordinator import Coordinator, OnStep, Records
@@ -167,7 +164,7 @@ def lead_replica(
 
 def hand_over(control: Control, rank: int, adapters: Sequence[AdapterRun]) -> None:
     """Rank 0 gives a replica's leader its adapters with their tokens."""
-    control.send(rank, [replace(adapter, data=_in_memory(adapter.data)) for adapter in adapters])
+    control.send(rank, [replace(adapter, data=adapter.data.in_memory()) for adapter in adapters])
     for adapter in adapters:
         adapter.restored = None
 
@@ -191,11 +188,3 @@ def receive_all(
             adapter, record = by_index[message.adapter], message.record
             adapter.state, adapter.reason = record.state, record.reason
             exporter.write(adapter, record, message.kind, control.receive_tensors(rank))
-
-
-def _in_memory(data: TokenData) -> TokenData:
-    """The same tokens as plain arrays, which travel; mapped files do not."""
-    arrays: dict[str, Any] = {
-        name: np.array(value) for name, value in vars(data).items() if isinstance(value, np.ndarray)
-    }
-    return replace(data, **arrays)

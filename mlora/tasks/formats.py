@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from mlora.types import Row, UserError
 
@@ -16,17 +18,43 @@ _ROLES = {
     "gpt": "assistant",
     "model": "assistant",
     "bot": "assistant",
+    "function_call": "assistant",  # its text is the call, as JSON
+    "tool": "tool",
+    "observation": "tool",
+    "function": "tool",
+    "ipython": "tool",
 }
+_CALL_ROLE = "function_call"
+_FLAGS = ("train", "training", "weight")  # ours, Axolotl's, OpenAI's: whether a message is trained
+_PASSED = ("name", "tool_call_id", "reasoning_content")  # texts of a message that a template may print
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _KINDS = {type(None): "null", bool: "true or false", int: "a number", float: "a number", list: "a list"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Turn:
-    """One message of a conversation. ``role`` is system, user or assistant."""
+    """One message of a conversation. ``role`` is system, user, assistant or tool (what a tool has answered)."""
 
     role: str
     content: str
+    extra: Mapping[str, object] = field(default_factory=dict)  # what else a template may print, such as tool_calls
+    train: bool | None = None  # as the row says; an assistant's turn is trained where it says nothing
+
+
+@dataclass(frozen=True, kw_only=True)
+class Conversation:
+    """Turns, and the schemas of the tools that the assistant may call."""
+
+    turns: tuple[Turn, ...]
+    tools: tuple[Mapping[str, object], ...] = ()
+
+    def first(self, count: int) -> Conversation:
+        """Its beginning."""
+        return replace(self, turns=self.turns[:count])
+
+    def put(self, place: int, turn: Turn) -> Conversation:
+        """The same with another turn in one place."""
+        return replace(self, turns=(*self.turns[:place], turn, *self.turns[place + 1 :]))
 
 
 @dataclass(frozen=True)
@@ -57,14 +85,41 @@ class Fields:
                 raise self.row.error(
                     place, f"expected an object with {role_key} and {content_key}, found {_kind(item)}"
                 )
-            for key in (role_key, content_key):
-                if key not in item:
-                    raise self.row.error(place, f"{key!r} is missing; it has {_names(item)}")
-            role = _text(item[role_key], self.row, f"{place}.{role_key}")
-            if role not in _ROLES:
-                raise self.row.error(f"{place}.{role_key}", f"unknown role {role!r}; known are {', '.join(_ROLES)}")
-            turns.append(Turn(role=_ROLES[role], content=_text(item[content_key], self.row, f"{place}.{content_key}")))
+            turns.append(self._turn(item, place, role_key, content_key))
         return turns
+
+    def _turn(self, item: Mapping[str, object], place: str, role_key: str, content_key: str) -> Turn:
+        calls = _tool_calls(item.get("tool_calls"), self.row, f"{place}.tool_calls")
+        for key in (role_key,) if calls else (role_key, content_key):
+            if key not in item:
+                raise self.row.error(place, f"{key!r} is missing; it has {_names(item)}")
+        name = _text(item[role_key], self.row, f"{place}.{role_key}")
+        if name not in _ROLES:
+            raise self.row.error(f"{place}.{role_key}", f"unknown role {name!r}; known are {', '.join(_ROLES)}")
+        role, where = _ROLES[name], f"{place}.{content_key}"
+        empty = bool(calls) and item.get(content_key) is None
+        content = "" if empty else _text(item[content_key], self.row, where)
+        if calls and role != "assistant":
+            raise self.row.error(f"{place}.tool_calls", f"only an assistant calls tools, and this is a {name}'s turn")
+        if name == _CALL_ROLE:
+            calls, content = _calls_in_text(content, self.row, where), ""
+        extra: dict[str, object] = {"tool_calls": calls} if calls else {}
+        for key in _PASSED:
+            if item.get(key) is not None:
+                extra[key] = _text(item[key], self.row, f"{place}.{key}")
+        return Turn(role=role, content=content, extra=extra, train=_flag(item, role, self.row, place))
+
+    def tools(self) -> tuple[Mapping[str, object], ...]:
+        """The schemas in the column tools, a list or its JSON text; none where it is missing, null or empty."""
+        column = self.columns.get("tools", "tools")
+        value = self.row.value.get(column)
+        if isinstance(value, str):
+            value = _json(value, self.row, column) if value.strip() else None
+        items = _list([] if value is None else value, self.row, column)
+        for i, item in enumerate(items):
+            if not isinstance(item, dict):
+                raise self.row.error(f"{column}[{i}]", f"expected the schema of a tool, found {_kind(item)}")
+        return tuple(_without_nulls(item) for item in items)
 
     def pairs(self, name: str) -> list[tuple[str, str]]:
         """The pairs of texts that a column holds; none where it is missing or null."""
@@ -83,6 +138,65 @@ class Fields:
         if column not in self.row.value:
             raise self.row.error(column, f"missing; the row has {_names(self.row.value)}")
         return self.row.value[column]
+
+
+def _flag(item: Mapping[str, object], role: str, row: Row, place: str) -> bool | None:
+    """Whether a message says that it is trained (true) or not (false)."""
+    given = [key for key in _FLAGS if item.get(key) is not None]
+    if not given:
+        return None
+    key, value = given[0], item[given[0]]
+    if len({bool(item[other]) for other in given}) > 1 or value not in (0, 1):
+        raise row.error(f"{place}.{key}", f"expected one of true and false, or 0 and 1, found {value!r}")
+    if value and role != "assistant":
+        raise row.error(f"{place}.{key}", f"only an assistant's turn is trained, and this is a {role}'s; leave it out")
+    return bool(value)
+
+
+def _tool_calls(value: object, row: Row, column: str) -> list[dict[str, object]]:
+    """OpenAI's form: objects with ``function``, which has ``name`` and ``arguments``, an object or its JSON text."""
+    calls = []
+    for i, call in enumerate(_list([] if value is None else value, row, column)):
+        place = f"{column}[{i}]"
+        function = call.get("function") if isinstance(call, dict) else None
+        if not isinstance(function, dict):
+            raise row.error(place, "expected an object with function: {name, arguments}")
+        calls.append(_without_nulls(call) | {"type": "function", "function": _call(function, row, f"{place}.function")})
+    return calls
+
+
+def _calls_in_text(text: str, row: Row, column: str) -> list[dict[str, object]]:
+    """LLaMA-Factory's form: ``{"name": …, "arguments": …}``, or a list of them, as JSON text."""
+    value = _json(text, row, column)
+    calls = value if isinstance(value, list) else [value]
+    if not calls or not all(isinstance(call, dict) for call in calls):
+        raise row.error(column, "expected a call as JSON, {name, arguments}, or a list of calls")
+    return [{"type": "function", "function": _call(call, row, column)} for call in calls]
+
+
+def _call(function: Mapping[str, object], row: Row, column: str) -> dict[str, object]:
+    """Arguments as an object: most templates print them as JSON themselves, and would print a text in quotes."""
+    name = _text(function.get("name"), row, f"{column}.name")
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
+        arguments = _json(arguments, row, f"{column}.arguments")
+    if not isinstance(arguments, dict):
+        raise row.error(f"{column}.arguments", f"expected an object, found {_kind(arguments)}")
+    return {"name": name, "arguments": _without_nulls(arguments)}
+
+
+def _json(text: str, row: Row, column: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise row.error(column, f"expected JSON: {error}") from None
+
+
+def _without_nulls(value: Any) -> Any:
+    """Parquet and Arrow give every object all keys that any has; those that it did not have are null."""
+    if isinstance(value, dict):
+        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
+    return [_without_nulls(item) for item in value] if isinstance(value, list) else value
 
 
 def _list(value: object, row: Row, column: str) -> list:
@@ -130,6 +244,12 @@ def _pair_turns(system: str, history: list[tuple[str, str]], user: str, assistan
     return turns
 
 
+def _with_system(system: str, turns: list[Turn]) -> list[Turn]:
+    """A column system goes before a conversation that has no such turn of its own."""
+    has_one = any(turn.role == "system" for turn in turns)
+    return turns if has_one or not system else [Turn(role="system", content=system), *turns]
+
+
 def _alpaca_turns(fields: Fields) -> list[Turn]:
     query = "\n".join(filter(None, (fields.text("instruction"), fields.optional_text("input"))))
     return _pair_turns(fields.optional_text("system"), fields.pairs("history"), query, fields.text("output"))
@@ -154,8 +274,14 @@ def _alpaca_plain(fields: Fields) -> tuple[str, str]:
 
 
 FORMATS: dict[str, Format] = {  # in the order of guessing: the fuller form of a row that has several goes first
-    "messages": Format(required=("messages",), turns=lambda f: f.turns("messages", "role", "content")),
-    "sharegpt": Format(required=("conversations",), turns=lambda f: f.turns("conversations", "from", "value")),
+    "messages": Format(
+        required=("messages",), optional=("tools",), turns=lambda f: f.turns("messages", "role", "content")
+    ),
+    "sharegpt": Format(
+        required=("conversations",),
+        optional=("tools", "system"),
+        turns=lambda f: _with_system(f.optional_text("system"), f.turns("conversations", "from", "value")),
+    ),
     "alpaca": Format(
         required=("instruction", "output"),
         optional=("input", "system", "history"),

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import tokenizers
 
 from mlora.config import DatasetConfig
-from mlora.tasks.formats import Fields, Format, Turn, check_columns, guess_format, named_format
+from mlora.tasks.formats import Conversation, Fields, Format, check_columns, guess_format, named_format
 from mlora.tasks.labels import Splitter, Tokens, trained_tokens
 from mlora.tasks.template import ChatTemplate, Rendered
 from mlora.types import IGNORE, Encoded, Row, UserError
@@ -19,7 +19,7 @@ from mlora.types import IGNORE, Encoded, Row, UserError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_VERSION = 2  # raise it whenever the same row would give other tokens or labels
+_VERSION = 3  # raise it whenever the same row would give other tokens or labels
 
 
 class SftTask:
@@ -84,7 +84,8 @@ class SftTask:
     def _render(self, form: Format, row: Row) -> Rendered | str:
         fields = Fields(row, self._config.columns)
         if form.turns and self._template:
-            return self._render_chat(self._template, form.turns(fields), row)
+            tools = fields.tools() if "tools" in form.optional else ()
+            return self._render_chat(self._template, Conversation(turns=tuple(form.turns(fields)), tools=tools), row)
         if form.plain is None:
             raise UserError(
                 f"{row.file}: conversations need a chat template and there is none; give dataset.chat_template a file"
@@ -94,17 +95,22 @@ class SftTask:
         start = 0 if self._config.train_on == "all" else len(prompt)
         return Rendered(text=text, spans=((start, len(text)),), leading=True, end=True)
 
-    def _render_chat(self, template: ChatTemplate, turns: list[Turn], row: Row) -> Rendered | str:
-        roles = [turn.role for turn in turns if turn.role != "system"]
+    def _render_chat(self, template: ChatTemplate, chat: Conversation, row: Row) -> Rendered | str:
+        roles = [turn.role for turn in chat.turns if turn.role != "system"]
         if not roles:
             return "empty conversation"
         if roles[0] == "assistant":
             return "conversation starts with the assistant"
+        left_out = [turn.train is False for turn in chat.turns if turn.role == "assistant"]
         if self._config.train_on == "all":
-            return template.render_all(turns, row)
-        if "assistant" not in roles:
+            if any(left_out):
+                raise row.error(None, "a turn says that it is not trained, but train_on: all trains every one")
+            return template.render_all(chat, row)
+        if not left_out:
             return "conversation without an assistant's turn"
-        return template.render_completions(turns, row)
+        if all(left_out):
+            return "conversation whose turns all say that they are not trained"
+        return template.render_completions(chat, row)
 
     def _encode(self, row: Row, rendered: Rendered, tokens: Tokens) -> Encoded | str:
         pair = trained_tokens(self._splitter, rendered, tokens)

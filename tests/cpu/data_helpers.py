@@ -33,6 +33,47 @@ NO_END = (
     "{% for m in messages %}{{ m.role + ': ' + m.content + '\n' }}{% endfor %}"
     "{% if add_generation_prompt %}assistant: {% endif %}"
 )
+# As Llama-3.1's: tools go before the first user's text, a turn with tool_calls has one call and prints no content.
+LLAMA31 = (
+    "{{ bos_token }}{% set found = messages[1:] if tools else messages %}"
+    "{% if tools %}{{ '<|head|>user<|/head|>\n\n' }}"
+    "{% for tool in tools %}{{ tool | tojson(indent=1) + '\n' }}{% endfor %}"
+    "{{ messages[0].content + '<|eot|>' }}{% endif %}"
+    "{% for m in found %}{% if 'tool_calls' in m %}"
+    "{% if m.tool_calls | length > 1 %}{{ raise_exception('one call at a time') }}{% endif %}"
+    '{{ \'<|head|>assistant<|/head|>\n\n{"name": "\' + m.tool_calls[0].function.name + \'", "parameters": \' }}'
+    "{{ m.tool_calls[0].function.arguments | tojson + '}<|eot|>' }}"
+    "{% elif m.role == 'tool' %}{{ '<|head|>ipython<|/head|>\n\n' + m.content | tojson + '<|eot|>' }}"
+    "{% else %}{{ '<|head|>' + m.role + '<|/head|>\n\n' + m.content | trim + '<|eot|>' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|head|>assistant<|/head|>\n\n' }}{% endif %}"
+)
+# As Qwen3's: thoughts are printed behind the last question only, and always for the last turn; answers of several tools
+# are one user's turn.
+QWEN3 = (
+    "{% set place = namespace(last=0) %}"
+    "{% for m in messages %}{% if m.role == 'user' %}{% set place.last = loop.index0 %}{% endif %}{% endfor %}"
+    "{% if tools %}{{ '<|im_start|>system\n' }}{% for tool in tools %}{{ tool | tojson + '\n' }}{% endfor %}"
+    "{{ '<|im_end|>\n' }}{% endif %}"
+    "{% for m in messages %}{% if m.role == 'tool' %}"
+    "{% if messages[loop.index0 - 1].role != 'tool' %}{{ '<|im_start|>user' }}{% endif %}"
+    "{{ '\n<tool_response>\n' + m.content + '\n</tool_response>' }}"
+    "{% if loop.last or loop.nextitem.role != 'tool' %}{{ '<|im_end|>\n' }}{% endif %}"
+    "{% elif m.role == 'assistant' %}{% set parts = m.content.split('</think>') %}{{ '<|im_start|>assistant\n' }}"
+    "{% set thought = parts[0].split('<think>')[-1].strip('\n') if parts | length > 1 else '' %}"
+    "{% if loop.index0 > place.last and (loop.last or thought) %}"
+    "{{ '<think>\n' + thought + '\n</think>\n\n' }}{% endif %}"
+    "{{ parts[-1].lstrip('\n') }}{% for call in m.tool_calls or [] %}"
+    '{{ \'<tool_call>\n{"name": "\' + call.function.name + \'", "arguments": \' }}'
+    "{{ call.function.arguments | tojson + '}\n</tool_call>' }}{% endfor %}{{ '<|im_end|>\n' }}"
+    "{% else %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+MARKED = (
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}"
+    "{% if m.role == 'assistant' %}{% generation %}{{ m.content + '<|im_end|>' }}{% endgeneration %}{{ '\n' }}"
+    "{% else %}{{ m.content + '<|im_end|>\n' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
 # Like templates of reasoning models: only the last turn has its thoughts printed.
 FORGETFUL = (
     "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}"

@@ -8,7 +8,7 @@ import threading
 import numpy as np
 import pytest
 
-from mlora.data import cache, open_tokens
+from mlora.data import FileSource, cache, open_tokens
 from mlora.types import IGNORE, Encoded, UserError
 
 
@@ -42,7 +42,7 @@ def samples(data):
 
 
 def test_samples_counts_and_types(tmp_path, path):
-    data = open_tokens(path, encode, "d", tmp_path / "cache")
+    data = open_tokens(FileSource(path=path), encode, "d", tmp_path / "cache")
     assert len(data) == 4
     assert samples(data)[0] == ([1, 2, 3], [IGNORE, 2, 3])
     assert samples(data)[2] == ([1, 2], [1, 2])
@@ -54,7 +54,7 @@ def test_samples_counts_and_types(tmp_path, path):
 
 
 def test_a_cache_that_is_cut_under_a_run_is_an_error_and_no_crash(tmp_path, path):
-    data = open_tokens(path, encode, "d", tmp_path / "cache")
+    data = open_tokens(FileSource(path=path), encode, "d", tmp_path / "cache")
     (entry,) = (tmp_path / "cache").iterdir()
     with (entry / "ids").open("r+b") as file:
         file.truncate(8)
@@ -63,7 +63,7 @@ def test_a_cache_that_is_cut_under_a_run_is_an_error_and_no_crash(tmp_path, path
 
 
 def test_stats_and_their_line(tmp_path, path):
-    stats = open_tokens(path, encode, "d", tmp_path / "cache").stats
+    stats = open_tokens(FileSource(path=path), encode, "d", tmp_path / "cache").stats
     assert (stats.rows, stats.kept, stats.truncated, stats.dropped) == (6, 4, 1, {"too short": 2})
     assert (stats.tokens, stats.target_tokens) == (19, 7)
     assert stats.summary() == "6 rows: 4 kept, 1 of them truncated, 2 dropped (too short); 19 tokens, 7 trained"
@@ -71,15 +71,15 @@ def test_stats_and_their_line(tmp_path, path):
 
 def test_many_batches_give_what_one_batch_gives(tmp_path, monkeypatch):
     path = write(tmp_path, [i % 12 for i in range(50)])
-    whole = samples(open_tokens(path, encode, "d", tmp_path / "one"))
+    whole = samples(open_tokens(FileSource(path=path), encode, "d", tmp_path / "one"))
     monkeypatch.setattr(cache, "_BATCH", 7)
-    assert samples(open_tokens(path, encode, "d", tmp_path / "many")) == whole
+    assert samples(open_tokens(FileSource(path=path), encode, "d", tmp_path / "many")) == whole
     assert len(whole) == 45
 
 
 def test_second_run_opens_what_the_first_wrote(tmp_path, path):
-    first = open_tokens(path, encode, "d", tmp_path / "cache")
-    second = open_tokens(path, refuse, "d", tmp_path / "cache")
+    first = open_tokens(FileSource(path=path), encode, "d", tmp_path / "cache")
+    second = open_tokens(FileSource(path=path), refuse, "d", tmp_path / "cache")
     assert samples(second) == samples(first) and second.stats == first.stats
 
 
@@ -90,12 +90,12 @@ def test_other_content_digest_or_layout_is_another_entry(tmp_path, path, monkeyp
         calls.append(len(rows))
         return encode(rows)
 
-    open_tokens(path, counted, "d", tmp_path / "cache")
-    open_tokens(path, counted, "other", tmp_path / "cache")
+    open_tokens(FileSource(path=path), counted, "d", tmp_path / "cache")
+    open_tokens(FileSource(path=path), counted, "other", tmp_path / "cache")
     write(tmp_path, [3, 0, 12, 2, 0, 6])
-    open_tokens(path, counted, "d", tmp_path / "cache")
+    open_tokens(FileSource(path=path), counted, "d", tmp_path / "cache")
     monkeypatch.setattr(cache, "_VERSION", 1000)
-    open_tokens(path, counted, "d", tmp_path / "cache")
+    open_tokens(FileSource(path=path), counted, "d", tmp_path / "cache")
     assert calls == [6, 6, 6, 6]
 
 
@@ -107,7 +107,7 @@ def names():
 @pytest.mark.parametrize("damage", ["flip", "cut", "remove", "empty"])
 def test_a_damaged_entry_is_built_again(tmp_path, path, name, damage):
     folder = tmp_path / "cache"
-    expected = samples(open_tokens(path, encode, "d", folder))
+    expected = samples(open_tokens(FileSource(path=path), encode, "d", folder))
     (entry,) = folder.iterdir()
     file = entry / name
     data = bytearray(file.read_bytes())
@@ -116,9 +116,9 @@ def test_a_damaged_entry_is_built_again(tmp_path, path, name, damage):
     else:
         data[len(data) // 2] ^= 1
         file.write_bytes({"flip": bytes(data), "cut": bytes(data[: len(data) // 2]), "empty": b""}[damage])
-    again = open_tokens(path, encode, "d", folder)
+    again = open_tokens(FileSource(path=path), encode, "d", folder)
     assert samples(again) == expected and again.stats.rows == 6
-    assert samples(open_tokens(path, refuse, "d", folder)) == expected, "the entry was not mended"
+    assert samples(open_tokens(FileSource(path=path), refuse, "d", folder)) == expected, "the entry was not mended"
     assert list(folder.iterdir()) == [entry], "temporary folders were left behind"
 
 
@@ -132,7 +132,7 @@ def test_two_runs_at_once(tmp_path, path):
             barrier.wait()
             return encode(rows)
 
-        results.append(samples(open_tokens(path, together, "d", tmp_path / "cache")))
+        results.append(samples(open_tokens(FileSource(path=path), together, "d", tmp_path / "cache")))
 
     threads = [threading.Thread(target=run) for _ in range(2)]
     for thread in threads:
@@ -148,14 +148,14 @@ def test_a_failed_build_leaves_nothing(tmp_path, path):
         raise rows[1].error("n", "bad")
 
     with pytest.raises(UserError, match=r"rows.jsonl:2, column 'n': bad"):
-        open_tokens(path, fail, "d", tmp_path / "cache")
+        open_tokens(FileSource(path=path), fail, "d", tmp_path / "cache")
     assert list((tmp_path / "cache").iterdir()) == []
 
 
 def test_no_row_left_is_an_error_with_counts(tmp_path):
     path = write(tmp_path, [0, 0, 0])
     with pytest.raises(UserError, match=r"rows.jsonl: none of its 3 rows can be trained on: too short \(3\)"):
-        open_tokens(path, encode, "d", tmp_path / "cache")
+        open_tokens(FileSource(path=path), encode, "d", tmp_path / "cache")
 
 
 def test_a_file_that_changes_while_it_is_read_is_refused(tmp_path, path):
@@ -165,29 +165,29 @@ def test_a_file_that_changes_while_it_is_read_is_refused(tmp_path, path):
         return encode(rows)
 
     with pytest.raises(UserError, match="changed while it was read"):
-        open_tokens(path, changing, "d", tmp_path / "cache")
+        open_tokens(FileSource(path=path), changing, "d", tmp_path / "cache")
 
 
 def test_missing_data_and_unwritable_cache(tmp_path, path):
     with pytest.raises(UserError, match=r"no\.jsonl: cannot be read: No such file"):
-        open_tokens(tmp_path / "no.jsonl", encode, "d", tmp_path / "cache")
+        open_tokens(FileSource(path=tmp_path / "no.jsonl"), encode, "d", tmp_path / "cache")
     with pytest.raises(UserError, match="is a folder"):
-        open_tokens(tmp_path, encode, "d", tmp_path / "cache")
+        open_tokens(FileSource(path=tmp_path), encode, "d", tmp_path / "cache")
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="cannot write the token cache"):
-        open_tokens(path, encode, "d", tmp_path / "file")
+        open_tokens(FileSource(path=path), encode, "d", tmp_path / "file")
 
 
 PROGRAM = """
 import re, sys
 from pathlib import Path
-from mlora.data import open_tokens
+from mlora.data import FileSource, open_tokens
 from mlora.types import Encoded
 
 def encode(rows):
     return [Encoded([len(row.value["text"])] * 40, [7] * 40) for row in rows]
 
-data = open_tokens(Path(sys.argv[1]), encode, "d", Path(sys.argv[2]))
+data = open_tokens(FileSource(path=Path(sys.argv[1])), encode, "d", Path(sys.argv[2]))
 # Not getrusage: its figure is at least the peak of the process that started this one.
 peak = int(re.search(r"VmHWM:\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1]) * 1024
 print(len(data), int(data.lengths.sum()), peak)

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from mlora.data import open_tokens, read_rows, reader
+from mlora.data import FileSource, open_tokens, read_rows, reader
 from mlora.types import UserError
 
 
@@ -131,7 +131,7 @@ def test_missing_file_folder_and_forbidden_file(tmp_path):
 
 def refusal_of_the_cache(path, cache_dir):
     with pytest.raises(UserError) as caught:
-        open_tokens(path, lambda rows: [], "", cache_dir)
+        open_tokens(FileSource(path=path), lambda rows: [], "", cache_dir)
     return str(caught.value)
 
 

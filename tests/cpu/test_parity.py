@@ -10,7 +10,7 @@ import torch
 from mlora import parse_config
 from mlora.adapters.optimizer import warmup_steps
 from mlora.adapters.state import AdapterState
-from mlora.data import open_tokens
+from mlora.data import open_source, open_tokens
 from mlora.engine.prepare import cache_folder
 from mlora.models.tokenizer import load_tokenizer
 from mlora.tasks import SftTask
@@ -82,7 +82,7 @@ def _adapters(folder):
 def _reference(model, adapter, dtype) -> Reference:
     config = parse_config({"base_model": "x", "adapters": [adapter]}).adapters[0]
     task = SftTask(config.dataset, load_tokenizer(model), 256, VOCAB)
-    data = open_tokens(config.dataset.path, task.encode, task.digest, cache_folder() / "tokens")
+    data = open_tokens(open_source(config.dataset), task.encode, task.digest, cache_folder() / "tokens")
     return train_with_peft(model, config, data, STEPS, warmup_steps(config, STEPS), dtype)
 
 

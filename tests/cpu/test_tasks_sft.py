@@ -12,8 +12,11 @@ from tests.cpu.data_helpers import (
     FORGETFUL,
     LLAMA2,
     LLAMA3,
+    LLAMA31,
+    MARKED,
     NO_END,
     NO_GENERATION_PROMPT,
+    QWEN3,
     THINKING,
     chat,
     encode_one,
@@ -23,6 +26,8 @@ from tests.cpu.data_helpers import (
     spans,
 )
 
+# A question that waits for its answer looks otherwise than one that has it.
+UNSTEADY = CHATML.replace("m.content +", "m.content + ('?' if loop.last and m.role == 'user' else '') +")
 KINDS = ["bytes", "sentences"]
 TURNS = ["the cat?", "A dog ran.", "é 🙂 mat", "to the 🙂 cat", "q", "last"]
 
@@ -254,7 +259,7 @@ def test_a_batch_gives_what_single_rows_give(monkeypatch):
             chat("q", "a")[:1] * 2 + chat("q", "a")[1:],
             "rows.jsonl:7: the chat template refuses this conversation: roles must alternate",
         ),
-        (FORGETFUL, chat("q", "a", "r", "b"), "rows.jsonl:7: this chat template renders earlier messages differently"),
+        (UNSTEADY, chat("q", "a"), "rows.jsonl:7: this chat template renders earlier messages differently"),
         (THINKING, chat("q", "a"), "rows.jsonl:7: this chat template renders earlier messages differently"),
         ("{{ messages[5].content.strip() }}", chat("q", "a"), "rows.jsonl:7: the chat template refuses"),
         ("{{ 1 + messages[0].content }}", chat("q", "a"), "rows.jsonl:7: the chat template refuses"),
@@ -274,11 +279,15 @@ def test_templates_that_fail(template, messages, message):
 
 
 def test_a_template_that_cannot_be_labelled_can_be_trained_whole():
-    tokenizer = make_tokenizer(FORGETFUL)
+    tokenizer = make_tokenizer(UNSTEADY)
     encoded = encode_one(make_task(tokenizer, train_on="all"), messages=chat("q", "a", "r", "b"))
     assert encoded.labels == encoded.input_ids
-    single = encode_one(make_task(tokenizer), messages=chat("q", "a"))
-    assert spans(tokenizer, single) == ["<think></think>a<|im_end|>"]
+
+
+def test_an_answer_is_trained_as_it_is_printed_in_the_whole_conversation():
+    tokenizer = make_tokenizer(FORGETFUL)
+    encoded = encode_one(make_task(tokenizer), messages=chat("q", "a", "r", "b"))
+    assert spans(tokenizer, encoded) == ["a<|im_end|>", "<think></think>b<|im_end|>"]
 
 
 def test_a_template_from_a_file(tmp_path):
@@ -366,3 +375,130 @@ def test_a_date_in_the_template_is_the_same_every_day():
     tokenizer = make_tokenizer(LLAMA3)
     encoded = encode_one(make_task(tokenizer), messages=chat("q", "a"))
     assert tokenizer.decode(encoded.input_ids).startswith("<s>Today: 26 Jul 2024<|head|>")
+
+
+CALL = {"id": "1", "type": "function", "function": {"name": "add", "arguments": '{"x": 1}'}}
+TOOLS = [{"type": "function", "function": {"name": "add", "strict": None, "parameters": {"type": "object"}}}]
+TOOL_CHAT = [
+    {"role": "user", "content": "the cat"},
+    {"role": "assistant", "content": None, "tool_calls": [CALL]},
+    {"role": "tool", "content": "3"},
+    {"role": "assistant", "content": "it is 3", "tool_calls": None},
+    {"role": "user", "content": "the dog"},
+    {"role": "assistant", "content": "a dog"},
+]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "template, trained",
+    [
+        (LLAMA31, ['{"name": "add", "parameters": {"x": 1}}<|eot|>', "it is 3<|eot|>", "a dog<|eot|>"]),
+        (
+            QWEN3,
+            [
+                '<tool_call>\n{"name": "add", "arguments": {"x": 1}}\n</tool_call><|im_end|>',
+                "it is 3<|im_end|>",
+                "<think>\n\n</think>\n\na dog<|im_end|>",
+            ],
+        ),
+    ],
+)
+def test_calls_of_tools_are_trained_and_what_tools_say_is_not(kind, template, trained):
+    tokenizer = make_tokenizer(template, kind)
+    encoded = encode_one(make_task(tokenizer), messages=TOOL_CHAT, tools=TOOLS)
+    assert spans(tokenizer, encoded) == trained
+    named = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
+    calls = [CALL | {"function": {"name": "add", "arguments": {"x": 1}}}]
+    plain = [m if not m.get("tool_calls") else m | {"content": "", "tool_calls": calls} for m in TOOL_CHAT]
+    plain[3] = {"role": "assistant", "content": "it is 3"}
+    assert encoded.input_ids == tokenizer.apply_chat_template(plain, tools=named, tokenize=True)["input_ids"]
+    assert encode_one(make_task(tokenizer), messages=TOOL_CHAT, tools=json.dumps(TOOLS)) == encoded
+
+
+def test_sharegpts_calls_and_observations_are_openais_calls_and_tool_turns():
+    task = make_task(make_tokenizer(QWEN3))
+    turns = [
+        {"from": "human", "value": "the cat"},
+        {"from": "function_call", "value": '{"name": "add", "arguments": {"x": 1}}'},
+        {"from": "observation", "value": "3"},
+        {"from": "gpt", "value": "it is 3"},
+    ]
+    assert encode_one(task, conversations=turns, tools=json.dumps(TOOLS)) == encode_one(
+        make_task(make_tokenizer(QWEN3)), messages=TOOL_CHAT[:4], tools=TOOLS
+    )
+    system = [{"from": "system", "value": "be kind"}, *turns]
+    assert encode_one(task, conversations=turns, system="be kind") == encode_one(task, conversations=system)
+    assert encode_one(task, conversations=system, system="be brief") == encode_one(task, conversations=system)
+
+
+@pytest.mark.parametrize(
+    "template, columns, left_out",
+    [
+        (CHATML, {"messages": TOOL_CHAT[:2]}, "tool_calls"),
+        (CHATML, {"messages": TOOL_CHAT[4:], "tools": TOOLS}, "the tools that the row lists"),
+        (CHATML.replace("{{ '<|im_start|>'", "{% if m.role == 'tool' %}{% continue %}{% endif %}{{ '<|im_start|>'", 1),
+         {"messages": [TOOL_CHAT[0], TOOL_CHAT[3], TOOL_CHAT[2], TOOL_CHAT[5]]}, "the turns of role 'tool'"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("train_on", ["completions", "all"])
+def test_what_a_template_would_leave_out_is_an_error(template, columns, left_out, train_on):
+    with pytest.raises(UserError, match=f"rows.jsonl:7: this chat template does not print {left_out}"):
+        make_task(make_tokenizer(template), train_on=train_on).encode([make_row(**columns)])
+
+
+def flagged(key, *values):
+    messages = chat("q", "the cat", "r", "a dog", "s", "last")
+    for message, value in zip(messages[1::2], values, strict=True):
+        message[key] = value
+    return messages
+
+
+@pytest.mark.parametrize("template", [CHATML, MARKED, QWEN3])
+@pytest.mark.parametrize("key", ["train", "training", "weight"])
+def test_a_turn_may_say_that_it_is_not_trained(template, key):
+    tokenizer = make_tokenizer(template)
+    encoded = encode_one(make_task(tokenizer), messages=flagged(key, True, False, None))
+    trained = spans(tokenizer, encoded)
+    assert trained[0] == "the cat<|im_end|>" and trained[1].endswith("last<|im_end|>") and len(trained) == 2
+    assert encoded.input_ids == encode_one(make_task(tokenizer), messages=flagged(key, 1, 1, 1)).input_ids
+    assert len(spans(tokenizer, encode_one(make_task(tokenizer), messages=flagged(key, 1, 1, 1)))) == 3
+
+
+def test_a_last_turn_that_is_not_trained_gets_no_end_of_sequence():
+    tokenizer = make_tokenizer(NO_END)
+    with pytest.raises(UserError, match="marks no end of earlier turns"):
+        make_task(tokenizer).encode([make_row(messages=flagged("train", True, True, False))])
+    end = make_tokenizer(MARKED.replace("+ '<|im_end|>' }}{% endg", "}}{% endg"))
+    encoded = encode_one(make_task(end), messages=flagged("train", True, True, False))
+    assert spans(end, encoded) == ["the cat", "a dog"] and end.eos_token_id not in encoded.input_ids
+    encoded = encode_one(make_task(end), messages=flagged("train", 0, 1, 1))
+    assert spans(end, encoded) == ["a dog", "last", "</s>"]
+
+
+def test_flags_that_leave_nothing_or_contradict_the_setting():
+    task = make_task(make_tokenizer(CHATML))
+    row = make_row(messages=flagged("train", False, False, False))
+    assert task.encode([row]) == ["conversation whose turns all say that they are not trained"]
+    with pytest.raises(UserError, match=r"rows.jsonl:7: a turn says that it is not trained, but train_on: all"):
+        make_task(make_tokenizer(CHATML), train_on="all").encode([row])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_marks_of_a_template_say_what_is_trained(kind):
+    tokenizer = make_tokenizer(MARKED, kind)
+    marked = encode_one(make_task(tokenizer), messages=chat(*TURNS))
+    mask = tokenizer.apply_chat_template(
+        chat(*TURNS), tokenize=True, return_dict=True, return_assistant_tokens_mask=True
+    )["assistant_masks"]
+    assert [label != IGNORE for label in marked.labels] == [bool(bit) for bit in mask]
+    assert marked == encode_one(make_task(make_tokenizer(CHATML, kind)), messages=chat(*TURNS))
+
+
+def test_marks_that_do_not_show_the_turns_are_an_error_where_it_matters():
+    twice = MARKED.replace("m.content + '<|im_end|>' }}{% endg", "m.content }}{% endgeneration %}"
+                           "{% generation %}{{ '<|im_end|>' }}{% endg")  # fmt: skip
+    tokenizer = make_tokenizer(twice)
+    assert spans(tokenizer, encode_one(make_task(tokenizer), messages=chat("q", "a"))) == ["a<|im_end|>"]
+    with pytest.raises(UserError, match=r"marks 6 passages of the assistant's 3 turns"):
+        make_task(tokenizer).encode([make_row(messages=flagged("train", True, True, False))])

@@ -23,6 +23,7 @@ POISON = "tests/cpu/test_poison.py"
 EXPORT = "tests/cpu/test_export.py"
 RESUME = "tests/cpu/test_resume.py"
 CRASH = f"{RESUME}::test_a_crash_changes_no_bit_also_over_other_stages"
+MIXTURE = "tests/cpu/test_mixture.py"
 VERSIONS = "tests/cpu/test_versions.py"
 ISOLATION = "tests/cpu/test_isolation.py"
 KERNELS = "tests/kernels/test_company.py"
@@ -73,6 +74,10 @@ MUTANTS = (
         "tests/cpu/test_signals.py::test_the_first_signal_saves_and_ends_and_nothing_is_lost",
     ),
     (4, "restart_begins_anew", "tests/multiproc/test_restarts.py::test_torchrun_brings_a_killed_run_back_by_itself"),
+    (4, "mixture_digest_without_shares", f"{MIXTURE}::test_weights_decide_the_epoch_and_a_mixture_resumes_bit_for_bit"),
+    (4, "rest_of_a_source_is_always_the_same", "tests/cpu/test_data_sampler.py"),
+    (4, "cache_key_without_max_samples", "tests/cpu/test_data_sources.py"),
+    (1, "message_flag_not_looked_at", "tests/cpu/test_tasks_sft.py"),
     (5, "mask_of_each_draw", f"{SHARED}::test_recompute_changes_no_bit"),
     (5, "recompute_from_rounded_inputs", f"{SHARED}::test_recompute_changes_no_bit"),
     (5, "recompute_without_adapters", f"{SHARED}::test_recompute_changes_no_bit"),

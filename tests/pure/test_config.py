@@ -226,6 +226,8 @@ adapters:
     dataset: data/sql.jsonl
   - name: v1.5
     dataset: {path: /data/rows.jsonl, chat_template: chat.jinja}
+  - name: mixed
+    dataset: [{path: a.csv, weight: 1}, {path: b.csv, weight: 2}]
 """
 
 
@@ -240,9 +242,10 @@ def file(tmp_path):
 def test_relative_paths_count_from_the_files_folder(file, tmp_path, monkeypatch):
     monkeypatch.chdir("/")
     config = load_config(file)
-    sql, other = config.adapters
+    sql, other, mixed = config.adapters
     assert sql.dataset.path == tmp_path / "data/sql.jsonl"
     assert other.dataset == DatasetConfig(path=Path("/data/rows.jsonl"), chat_template=str(tmp_path / "chat.jinja"))
+    assert [source.path for source in mixed.sources] == [tmp_path / "a.csv", tmp_path / "b.csv"]
     assert config.base_model == str(tmp_path / "base")
     assert config.output_dir == tmp_path / "runs/default"
 
@@ -266,6 +269,10 @@ def test_a_hub_id_stays_as_it_is(file):
         (
             "adapters.sql.dataset.columns.prompt=question",
             lambda c: c.adapters[0].dataset.columns == {"prompt": "question"},
+        ),
+        (
+            "adapters.mixed.dataset.1.weight=3",
+            lambda c: [source.weight for source in c.adapters[2].sources] == [1, 3],
         ),
         ("recompute=true", lambda c: c.recompute is True),
         ("pipeline.stages=2", lambda c: c.pipeline.stages == 2),
@@ -328,7 +335,9 @@ def test_adding_a_key_is_a_decision():
         "save_steps save_seconds save_total_limit"
     )
     assert keys(PipelineConfig) == "stages replicas layers in_flight transport"
-    assert keys(DatasetConfig) == "path format columns chat_template train_on"
+    assert keys(DatasetConfig) == (
+        "path format columns chat_template train_on hub subset split revision max_samples weight"
+    )
     assert keys(AdapterConfig) == (
         "name dataset r lora_alpha lora_dropout target_modules exclude_modules layers_to_transform use_rslora "
         "init_lora_weights learning_rate lr_scheduler_type warmup_steps num_train_epochs max_steps "

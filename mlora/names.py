@@ -1,0 +1,239 @@
+"""Other programs' names for the keys of a configuration: taken with a note, or refused with the name to write.
+
+They are the spellings of transformers (old and new), TRL, Axolotl, LLaMA-Factory and Unsloth that mean exactly what a
+key here means. A name that means something else elsewhere is refused, never guessed.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from mlora.types import Note, UserError
+
+RUN: dict[str, str] = {
+    "base_model_name_or_path": "base_model",
+    "model_name_or_path": "base_model",
+    "model_name": "base_model",
+    "torch_dtype": "dtype",
+    "gradient_checkpointing": "recompute",
+    "use_gradient_checkpointing": "recompute",
+}
+ADAPTER: dict[str, str] = {
+    "datasets": "dataset",
+    "lora_r": "r",
+    "lora_rank": "r",
+    "lora_target": "target_modules",
+    "lora_target_modules": "target_modules",
+    "lora_target_linear": "target_modules",
+    "peft_layers_to_transform": "layers_to_transform",
+    "peft_use_rslora": "use_rslora",
+    "peft_use_dora": "use_dora",
+    "peft_init_lora_weights": "init_lora_weights",
+    "lora_fan_in_fan_out": "fan_in_fan_out",
+    "lora_modules_to_save": "modules_to_save",
+    "lr": "learning_rate",
+    "lr_scheduler": "lr_scheduler_type",
+    "warmup_ratio": "warmup_steps",
+    "num_epochs": "num_train_epochs",
+    "epochs": "num_train_epochs",
+    "micro_batch_size": "per_device_train_batch_size",
+    "gradient_clipping": "max_grad_norm",
+    "optimizer": "optim",
+    "adam_eps": "adam_epsilon",
+    "random_state": "seed",
+    "max_seq_length": "max_length",
+    "max_seq_len": "max_length",
+    "sequence_len": "max_length",
+    "cutoff_len": "max_length",
+    "model_max_length": "max_length",
+}
+DATASET: dict[str, str] = {
+    "file_name": "path",
+    "data_files": "path",
+    "hf_hub_url": "hub",
+    "dataset_name": "hub",
+    "name": "subset",
+    "dataset_config": "subset",
+    "num_samples": "max_samples",
+    "max_train_samples": "max_samples",
+    "formatting": "format",
+    "type": "format",
+}
+
+_PACKED = "rows are always packed without padding"
+_IDLE: dict[str, str] = {  # keys that ask for what is the case anyway, or for what changes nothing here
+    "group_by_length": _PACKED,
+    "packing": _PACKED,
+    "sample_packing": _PACKED,
+    "padding_free": _PACKED,
+    "pad_to_sequence_len": _PACKED,
+    "flash_attn": "the engine chooses its own attention",
+    "flash_attention": "the engine chooses its own attention",
+    "sdp_attention": "the engine chooses its own attention",
+    "xformers_attention": "the engine chooses its own attention",
+    "attn_implementation": "the engine chooses its own attention",
+    "remove_unused_columns": "columns that the format does not know are left out",
+    "dataloader_num_workers": "tokens are read from a mapped file",
+    "dataset_num_proc": "the tokenizer uses all cores",
+    "preprocessing_num_workers": "the tokenizer uses all cores",
+}
+_QUANTISED = "quantised bases are not there yet"
+_FIXED: dict[str, tuple[tuple[object, ...], str]] = {  # the values that ask for what is the case; why no other is taken
+    "adapter": (("lora",), "LoRA on an unquantised base is what is trained; leave it out"),
+    "finetuning_type": (("lora",), "only LoRA adapters are trained; leave it out"),
+    "stage": (("sft",), "supervised fine-tuning is what is there; leave it out"),
+    "do_train": ((True,), "mlora train always trains; leave it out"),
+    "load_in_4bit": ((False, None), f"{_QUANTISED}; leave it out"),
+    "load_in_8bit": ((False, None), f"{_QUANTISED}; leave it out"),
+    "quantization_bit": ((None,), f"{_QUANTISED}; leave it out"),
+    "neftune_noise_alpha": ((None, 0), "noise on the embeddings is not there; leave it out"),
+    "trust_remote_code": ((False, None), "code of a model is never run; leave it out"),
+    "train_on_inputs": ((False, None), "write train_on: all inside dataset"),
+    "train_on_prompt": ((False, None), "write train_on: all inside dataset"),
+    "completion_only_loss": ((True, None), "write train_on: all inside dataset"),
+    "assistant_only_loss": ((True, None), "write train_on: all inside dataset"),
+}
+_OTHER: dict[str, str] = {
+    "batch_size": "a step has per_device_train_batch_size × gradient_accumulation_steps rows; write those two",
+    "template": "the tokenizer's own chat template is used; another one, as a file, is chat_template inside dataset",
+    "dataset_dir": "paths count from the configuration file's folder; write the whole path inside dataset",
+    "overwrite_output_dir": "write --overwrite on the command line",
+    "resume_from_checkpoint": "write --resume on the command line",
+    "interleave_probs": "write weight beside each path of a list under dataset",
+    "mix_strategy": "write weight beside each path of a list under dataset",
+    "shards": "write max_samples",
+    "field": "write columns, such as columns: {text: body}",
+    "field_messages": "write columns, such as columns: {messages: turns}",
+}
+
+_FORMATS = {"completion": "text", "chat_template": "messages"}
+_OPTIMIZERS = {"adamw_torch_fused": "adamw_torch", "adamw_hf": "adamw_torch"}
+
+
+def canonical(
+    tree: Mapping[Any, Any], aliases: Mapping[str, str], place: str, elsewhere: Mapping[str, str]
+) -> dict[Any, Any]:
+    """``tree`` under our names. Each other name that is taken gives a ``Note``.
+
+    ``place`` names the block in messages; ``elsewhere`` are keys that belong to another block, with where that is.
+    Raises UserError, with what to write instead, for a name that is refused, or given beside ours.
+    """
+    plain: dict[Any, Any] = {}
+    for key, value in tree.items():
+        where = f"{place}.{key}" if place else str(key)
+        if key in aliases:
+            name = aliases[key]
+            if name in tree or name in plain:
+                raise UserError(f"{where}: is another name of {name}, which is given too; keep one of them")
+            plain[name] = _VALUES.get(key, _same)(value, where)
+            _note(f"{where}: read as {name}: {_shown(plain[name])}")
+        elif key in ("bf16", "fp16") and place == "":
+            _set_dtype(plain, tree, key, value)
+        elif key in _IDLE:
+            _note(f"{where}: has no effect: {_IDLE[key]}")
+        elif key in _FIXED:
+            _check_fixed(key, value, where)
+        elif key in elsewhere:
+            raise UserError(f"{where}: {elsewhere[key]}")
+        elif key in _OTHER:
+            raise UserError(f"{where}: unknown key; {_OTHER[key]}")
+        else:
+            plain[key] = _value(key, value, where)
+    return plain
+
+
+def _note(text: str) -> None:
+    warnings.warn(text, Note, stacklevel=4)
+
+
+def _shown(value: object) -> object:
+    return "…" if isinstance(value, list | dict) else value
+
+
+def _check_fixed(key: str, value: object, where: str) -> None:
+    taken, reason = _FIXED[key]
+    if not any(value is one or value == one for one in taken):
+        raise UserError(f"{where}: {value!r} is not supported: {reason}")
+    _note(f"{where}: has no effect: it is so anyway")
+
+
+def _set_dtype(plain: dict[Any, Any], tree: Mapping[Any, Any], key: str, value: object) -> None:
+    """``bf16`` and ``fp16`` of transformers are one key here."""
+    if value not in (True, False, "auto", None):
+        raise UserError(f"{key}: expected true or false, found {value!r}; or write dtype: bfloat16")
+    if value is not True:
+        _note(f"{key}: has no effect: dtype chooses by the device")
+    elif "dtype" in tree or "dtype" in plain:
+        raise UserError(f"{key}: dtype is given too; keep one of them")
+    else:
+        plain["dtype"] = {"bf16": "bfloat16", "fp16": "float16"}[key]
+        _note(f"{key}: read as dtype: {plain['dtype']}")
+
+
+def _value(key: str, value: object, where: str) -> object:
+    """Another program's word for a value of ours."""
+    if key == "optim" and isinstance(value, str) and value in _OPTIMIZERS:
+        _note(f"{where}: {value} is computed as {_OPTIMIZERS[value]}")
+        return _OPTIMIZERS[value]
+    return value
+
+
+def _same(value: object, where: str) -> object:
+    return value
+
+
+def _optimizer(value: object, where: str) -> object:
+    return _value("optim", value, where)
+
+
+def _share(value: object, where: str) -> object:
+    """A ratio of all steps is a warmup_steps below 1; 1 would there be one step."""
+    try:
+        ratio = float(value)  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        return value  # the key's own check names it
+    if not 0 <= ratio < 1:
+        raise UserError(f"{where}: {value} is no share of all steps, 0 to below 1; write warmup_steps for a number")
+    return value
+
+
+def _targets(value: object, where: str) -> object:
+    """LLaMA-Factory's ``all`` and names with commas between them."""
+    if value in ("all", ["all"]):
+        return "all-linear"
+    return [name.strip() for name in value.split(",")] if isinstance(value, str) else value
+
+
+def _all_linear(value: object, where: str) -> object:
+    if value is not True:
+        raise UserError(f"{where}: {value!r} leaves the modules open; write target_modules")
+    return "all-linear"
+
+
+def _recompute(value: object, where: str) -> object:
+    return True if value == "unsloth" else value
+
+
+def _one_file(value: object, where: str) -> object:
+    if isinstance(value, list) and len(value) != 1:
+        raise UserError(f"{where}: several files are a list under dataset: [first.jsonl, second.jsonl]")
+    return value[0] if isinstance(value, list) else value
+
+
+def _format(value: object, where: str) -> object:
+    return _FORMATS.get(value, value) if isinstance(value, str) else value
+
+
+_VALUES: dict[str, Callable[[object, str], object]] = {
+    "warmup_ratio": _share,
+    "optimizer": _optimizer,
+    "lora_target": _targets,
+    "lora_target_modules": _targets,
+    "lora_target_linear": _all_linear,
+    "use_gradient_checkpointing": _recompute,
+    "data_files": _one_file,
+    "type": _format,
+    "formatting": _format,
+}
