@@ -16,7 +16,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import BinaryIO
 
@@ -68,6 +68,11 @@ class TokenData:
 
     def __len__(self) -> int:
         return len(self.lengths)
+
+    def rows(self, indices: np.ndarray) -> TokenData:
+        """These rows alone; the tokens stay where they are, ``stats`` and ``digest`` those of the whole."""
+        lengths, targets, starts = (x[indices] for x in (self.lengths, self.target_tokens, self._starts))
+        return replace(self, lengths=lengths, target_tokens=targets, _starts=starts)
 
     def sample(self, index: int) -> tuple[np.ndarray, np.ndarray]:
         """``input_ids`` and ``labels`` of a row, int32 of its length; a label is ``IGNORE`` where not trained.

@@ -51,7 +51,10 @@ def changed_keys(adapter: AdapterConfig) -> dict[str, Any]:
     """An adapter's keys that are not the defaults, as they may stand in a configuration file."""
     defaults = {field.name: field.default for field in dataclasses.fields(AdapterConfig)}
     tree = {key: value for key, value in adapter.plain().items() if getattr(adapter, key) != defaults[key]}
-    return tree | {"dataset": tree["dataset"] | {"path": str(adapter.dataset.path.resolve())}}
+    for key in ("dataset", "eval_dataset"):
+        if tree.get(key) is not None:
+            tree[key] = tree[key] | {"path": str(Path(tree[key]["path"]).resolve())}
+    return tree
 
 
 class Inbox:

@@ -11,8 +11,8 @@ from transformers import PreTrainedTokenizerBase
 
 from mlora.adapters.optimizer import learning_rate, warmup_steps
 from mlora.adapters.targets import match_targets
-from mlora.config import AdapterConfig, RunConfig
-from mlora.data import open_tokens
+from mlora.config import AdapterConfig, DatasetConfig, RunConfig
+from mlora.data import TokenData, hold_out, open_tokens
 from mlora.engine.adapter_run import AdapterRun
 from mlora.engine.layout import layer_counts
 from mlora.engine.warnings import deployment_warnings
@@ -115,12 +115,33 @@ def prepare_adapter(
         print(f"{config.name}: max_length {config.max_length} is over the model's {length} positions; {length} is used")
     for warning in deployment_warnings(config):
         print(warning)
-    task = SftTask(config.dataset, tokenizer, length, spec.vocab_size)
+    data = _tokens(config.dataset, tokenizer, length, spec)
+    summary, held_out = data.stats.summary(), None
+    if config.eval_dataset is not None:
+        held_out = _tokens(config.eval_dataset, tokenizer, length, spec)
+    elif config.val_size:
+        data, held_out = _hold_out(config, data)
+    adapter = AdapterRun(index=index, config=config, data=data, targets=targets, held_out=held_out)
+    _check_rates(adapter)
+    print(f"{config.name}: {summary}; {adapter.total_steps} steps, {len(targets)} modules", flush=True)
+    if held_out is not None:
+        targets_held_out = int(held_out.target_tokens.sum())
+        print(f"{config.name}: evaluated on {len(held_out):,} held-out rows, {targets_held_out:,} target tokens")
+    return adapter
+
+
+def _tokens(
+    dataset: DatasetConfig, tokenizer: PreTrainedTokenizerBase, max_length: int, spec: ModelSpec
+) -> TokenData:
+    task = SftTask(dataset, tokenizer, max_length, spec.vocab_size)
     try:
-        data = open_tokens(config.dataset.path, task.encode, task.digest, cache_folder() / "tokens")
+        return open_tokens(dataset.path, task.encode, task.digest, cache_folder() / "tokens")
     except UserError as error:
         raise DataError(str(error)) from None
-    adapter = AdapterRun(index=index, config=config, data=data, targets=targets)
-    _check_rates(adapter)
-    print(f"{config.name}: {data.stats.summary()}; {adapter.total_steps} steps, {len(targets)} modules", flush=True)
-    return adapter
+
+
+def _hold_out(config: AdapterConfig, data: TokenData) -> tuple[TokenData, TokenData]:
+    try:
+        return hold_out(data, config.val_size, config.seed)
+    except UserError as error:
+        raise UserError(f"adapters[{config.name}].{error}") from None

@@ -333,7 +333,8 @@ def test_adding_a_key_is_a_decision():
         "name dataset r lora_alpha lora_dropout target_modules exclude_modules layers_to_transform use_rslora "
         "init_lora_weights learning_rate lr_scheduler_type warmup_steps num_train_epochs max_steps "
         "per_device_train_batch_size gradient_accumulation_steps max_grad_norm optim weight_decay adam_beta1 "
-        "adam_beta2 adam_epsilon seed max_length logging_steps max_nonfinite_steps"
+        "adam_beta2 adam_epsilon seed max_length logging_steps max_nonfinite_steps eval_dataset val_size eval_steps "
+        "load_best_model_at_end early_stopping_patience early_stopping_threshold"
     )
 
 
