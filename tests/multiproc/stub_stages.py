@@ -181,7 +181,7 @@ def _config(steps: tuple[int, ...]) -> RunConfig:
 
 def _coordinator(config: RunConfig, flight: tuple[int, ...]) -> Coordinator:
     adapters = [
-        EvaluatedRun(index=i, config=adapter, data=StubData(i), targets=(), held_out=StubData(99, rows=3))
+        EvaluatedRun(index=i, config=adapter, data=StubData(i), targets=(), held_out=StubData(i, rows=3))
         for i, adapter in enumerate(config.adapters)
     ]
 
