@@ -22,7 +22,7 @@ def check_output(config: RunConfig, overwrite: bool, resume: bool = False) -> No
     """Raises UserError where the folder holds an earlier run that is neither to be replaced nor to go on, or anything
     else."""
     folder = config.output_dir
-    _check_inputs(config)
+    check_inputs(config)
     if not folder.exists():
         return
     if not folder.is_dir():
@@ -122,8 +122,8 @@ def _not_exported(adapters: Path) -> list[Path]:
     ]
 
 
-def _check_inputs(config: RunConfig) -> None:
-    """The run folder may not hold what the run reads: --overwrite would delete it."""
+def check_inputs(config: RunConfig) -> None:
+    """Raises UserError where the run folder holds what the run reads: --overwrite would delete it."""
     folder = config.output_dir.resolve()
     inputs = {f"adapters[{a.name}].dataset": a.dataset.path for a in config.adapters}
     inputs |= {f"adapters[{a.name}].eval_dataset": a.eval_dataset.path for a in config.adapters if a.eval_dataset}
