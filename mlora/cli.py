@@ -71,7 +71,9 @@ def _parser() -> argparse.ArgumentParser:
     verify = commands.add_parser("verify", help="load a run's adapters with PEFT and compare logits with the engine's")
     verify.add_argument("output_dir", help="the run's folder")
     verify.set_defaults(run=_verify)
-    check = commands.add_parser("check", help="read and tokenize everything, show what would be trained on, train nothing")
+    check = commands.add_parser(
+        "check", help="read and tokenize everything, show what would be trained on, train nothing"
+    )
     check.add_argument("config", help="a YAML file")
     check.add_argument("--set", action="append", default=[], metavar="A.B=C", help="change one key of the file")
     check.set_defaults(run=_check)

@@ -98,7 +98,9 @@ class AdapterConfig:
     max_nonfinite_steps: int = 3  # this many skipped steps in a row end the adapter as failed
     eval_dataset: DatasetConfig | None = None  # rows of another file to evaluate on
     val_size: float = 0.0  # or so many rows of the dataset, below 1 a share of them, held out of training
-    eval_steps: float | tuple[float, ...] = 0.1  # evaluate every n steps, below 1 a share of all; a list: at these shares
+    eval_steps: float | tuple[float, ...] = (
+        0.1  # evaluate every n steps, below 1 a share of all; a list: at these shares
+    )
     load_best_model_at_end: bool = False  # export the weights with the lowest eval_loss, not the last ones
     early_stopping_patience: int | None = None  # end after so many evaluations without a lower eval_loss
     early_stopping_threshold: float = 0.0  # lower by more than this

@@ -1,4 +1,4 @@
-"""``mlora check``: reads and tokenizes everything that a run would, and shows what it would train on. Trains nothing."""
+"""``mlora check``: reads and tokenizes all that a run would, and shows what it would train on. Trains nothing."""
 
 from __future__ import annotations
 
@@ -57,8 +57,8 @@ def tokenizer_warnings(tokenizer: PreTrainedTokenizerFast) -> list[str]:
     found = []
     if tokenizer.pad_token_id is not None and tokenizer.pad_token_id == tokenizer.eos_token_id:
         found.append(
-            f"the tokenizer's pad token is its end of sequence {tokenizer.eos_token!r}: harmless here, where nothing is "
-            "padded, but some programs then never learn the end"
+            f"the tokenizer's pad token is its end of sequence {tokenizer.eos_token!r}: harmless here, where nothing "
+            "is padded, but some programs then never learn the end"
         )
     ids = tokenizer(_PROBE, add_special_tokens=False).input_ids
     back = tokenizer.decode(ids, clean_up_tokenization_spaces=False)
@@ -107,8 +107,11 @@ def _modules(adapter: AdapterRun, spec: ModelSpec) -> list[str]:
     shapes = linear_shapes(spec)
     kinds = Counter(name.split(".")[-1] for name in adapter.targets)
     parameters = sum(adapter.config.r * sum(shapes[kind]) * count for kind, count in kinds.items())
-    matched = ", ".join(f"{kind} in {count} layers" for kind, count in kinds.items())
-    return [f"{len(adapter.targets)}: {matched}", f"r {adapter.config.r}: {parameters:,} parameters are trained"]
+    matched = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
+    return [
+        f"{len(adapter.targets)} matched: {matched}",
+        f"r {adapter.config.r}: {parameters:,} parameters are trained",
+    ]
 
 
 def _training(adapter: AdapterRun) -> list[str]:

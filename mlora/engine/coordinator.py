@@ -124,7 +124,7 @@ class Coordinator:
         return replace(decision, save=save)
 
     def evaluated(self, microbatch: Microbatch, scores: Sequence[Sequence[float]]) -> None:
-        """Take the scores of a microbatch's samples, each to its adapter; those beyond an adapter's end are nobody's."""
+        """Take the scores of a microbatch's samples, each to its adapter; what lies beyond its end is skipped unseen."""
         start = 0
         for segment in microbatch.segments:
             adapter, stop = self._adapters[segment.adapter], start + len(segment.samples)

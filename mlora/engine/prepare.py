@@ -130,9 +130,7 @@ def prepare_adapter(
     return adapter
 
 
-def _tokens(
-    dataset: DatasetConfig, tokenizer: PreTrainedTokenizerBase, max_length: int, spec: ModelSpec
-) -> TokenData:
+def _tokens(dataset: DatasetConfig, tokenizer: PreTrainedTokenizerBase, max_length: int, spec: ModelSpec) -> TokenData:
     task = SftTask(dataset, tokenizer, max_length, spec.vocab_size)
     try:
         return open_tokens(dataset.path, task.encode, task.digest, cache_folder() / "tokens")

@@ -156,10 +156,10 @@ def _line(report: StepReport, entry: dict[str, object]) -> str:
 
 
 def _evaluation_line(report: EvaluationReport) -> str:
-    total = str(report.total_steps)
+    total, best = str(report.total_steps), "  best so far" if report.best else ""
     return (
         f"{report.adapter}  step {report.step:>{len(total)}}/{total}  eval_loss {report.loss:.4f}  "
-        f"perplexity {report.perplexity:.4g}  token accuracy {report.accuracy:.1%}{'  best so far' if report.best else ''}"
+        f"perplexity {report.perplexity:.4g}  token accuracy {report.accuracy:.1%}{best}"
     )
 
 

@@ -81,7 +81,9 @@ def _name(file: Path, taken: Sequence[str]) -> str:
 
 def _quoted(text: str) -> str:
     """As YAML; what could be read as anything but this text is put in quotes."""
-    return text if re.fullmatch(r"[A-Za-z_./][A-Za-z0-9_./-]*", text) and text.lower() not in _WORDS else json.dumps(text)
+    return (
+        text if re.fullmatch(r"[A-Za-z_./][A-Za-z0-9_./-]*", text) and text.lower() not in _WORDS else json.dumps(text)
+    )
 
 
 _WORDS = ("yes", "no", "on", "off", "true", "false", "null", "y", "n")

@@ -92,7 +92,11 @@ def test_evaluations_stand_where_they_were_asked_for(undisturbed):
     assert steps["b"] == [3, 5, 10]
     assert steps["c"] == list(range(1, len(steps["c"]) + 1))
     assert len(steps["c"]) < 30
-    assert {name: lines[-1]["step"] for name, lines in undisturbed[2].items()} == {"a": 10, "b": 10, "c": steps["c"][-1]}
+    assert {name: lines[-1]["step"] for name, lines in undisturbed[2].items()} == {
+        "a": 10,
+        "b": 10,
+        "c": steps["c"][-1],
+    }
 
 
 def test_patience_ends_an_adapter_and_its_best_step_is_exported(tmp_path, model, adapters, undisturbed):
@@ -173,7 +177,13 @@ def test_a_crash_changes_no_bit(tmp_path, model, adapters, undisturbed, before, 
     top = {"microbatch_tokens": 120, "save_steps": 1}
     with pytest.raises(Crash):
         run(folder, model, adapters, crash_at("a", step), pipeline=local(before), **top)
-    config = {"base_model": str(model), "output_dir": str(folder), "adapters": adapters, "pipeline": local(after), **top}
+    config = {
+        "base_model": str(model),
+        "output_dir": str(folder),
+        "adapters": adapters,
+        "pipeline": local(after),
+        **top,
+    }
     assert_undisturbed(mlora.train(config, resume="auto"), undisturbed)
     assert metrics(folder) == undisturbed[2]
 
