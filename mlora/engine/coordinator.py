@@ -124,7 +124,7 @@ class Coordinator:
         return replace(decision, save=save)
 
     def evaluated(self, microbatch: Microbatch, scores: Sequence[Sequence[float]]) -> None:
-        """Take the scores of a microbatch's samples, each to its adapter; what lies beyond its end is skipped unseen."""
+        """Take the scores of a microbatch's samples, each to its adapter; what is beyond its end is skipped unseen."""
         start = 0
         for segment in microbatch.segments:
             adapter, stop = self._adapters[segment.adapter], start + len(segment.samples)
