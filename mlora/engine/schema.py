@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from mlora.config import REFUSED, AdapterConfig, DatasetConfig, PipelineConfig, RunConfig
+from mlora.config import _REFUSED, AdapterConfig, DatasetConfig, PipelineConfig, RunConfig
 
 _PLAIN: dict[Any, dict[str, Any]] = {
     int: {"type": "integer"},
@@ -32,7 +32,7 @@ def config_schema() -> dict[str, Any]:
     run = _object(RunConfig)
     adapter = _object(AdapterConfig)
     adapter["properties"] |= {
-        key: {"enum": list(values), "description": f"only so: {why}"} for key, (values, why) in REFUSED.items()
+        key: {"enum": list(values), "description": f"only so: {why}"} for key, (values, why) in _REFUSED.items()
     }
     common = {key: value for key, value in adapter["properties"].items() if key not in _OWN_PER_ADAPTER}
     run["properties"] |= {

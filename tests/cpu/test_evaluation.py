@@ -6,8 +6,10 @@ import json
 import math
 from pathlib import Path
 
+import hypothesis.strategies as st
 import pytest
 import torch
+from hypothesis import given
 from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
@@ -15,8 +17,9 @@ from transformers import AutoModelForCausalLM
 import mlora
 from mlora import UserError
 from mlora.checkpoint.versions import versions
-from mlora.config import DatasetConfig
+from mlora.config import AdapterConfig, DatasetConfig
 from mlora.data import read_rows
+from mlora.engine.evaluation import EvaluationReport, best_of, fruitless, is_due, is_lower
 from mlora.models.tokenizer import load_tokenizer
 from mlora.tasks import SftTask
 from tests.cpu.runs import outcome, run, write_rows
@@ -231,3 +234,64 @@ def test_more_held_out_than_there_is_says_so(tmp_path, model, data):
     adapter = {"name": "a", "dataset": data["a"], "val_size": 14, "max_steps": 1, "warmup_steps": 0}
     with pytest.raises(UserError, match=r"adapters\[a\].val_size: 14 holds out 14 of its 14 rows"):
         run(tmp_path / "run", model, [adapter])
+
+
+def resumed(model, folder, adapter, **words):
+    config = {"base_model": str(model), "output_dir": str(folder), "adapters": [adapter]}
+    return mlora.train(config, resume="auto", **words)
+
+
+def test_other_rows_and_keys_are_named_when_a_run_goes_on(tmp_path, model, data, adapters):
+    folder = tmp_path / "run"
+    adapter = {**adapters[0], "load_best_model_at_end": False}
+    with pytest.raises(Crash):
+        run(folder, model, [adapter], crash_at("a", 7), save_steps=1)
+    with pytest.raises(UserError, match=r"adapters\[a\]: the rows that it is evaluated on are others"):
+        resumed(model, folder, {**adapter, "eval_dataset": data["b"]})
+    with pytest.raises(UserError, match=r"adapters\[a\].eval_steps is 3.0 and was 2.0"):
+        resumed(model, folder, {**adapter, "eval_steps": 3})
+    results = resumed(model, folder, {**adapter, "eval_steps": 3}, allow_changed=True)
+    assert [e.step for e in results.adapters["a"].evaluations] == [2, 4, 6, 9, 10]
+
+
+def test_best_weights_that_were_not_kept_are_not_made_up(tmp_path, model, adapters):
+    folder = tmp_path / "run"
+    adapter = {k: v for k, v in adapters[2].items() if k not in ("early_stopping_patience", "load_best_model_at_end")}
+    with pytest.raises(Crash):
+        run(folder, model, [adapter], crash_at("c", 12), save_steps=1)
+    with pytest.raises(
+        UserError, match=r"load_best_model_at_end: the weights of step \d+, the best so far, were not kept"
+    ):
+        resumed(model, folder, {**adapter, "load_best_model_at_end": True}, allow_changed=True)
+
+
+@given(st.lists(st.sampled_from([0.5, 1.0, 1.5, 2.0, math.nan, math.inf]), max_size=8), st.sampled_from([0.0, 0.6]))
+def test_best_and_patience_are_those_of_a_plain_loop(losses, threshold):
+    reports, best, best_at, since = [], math.inf, None, 0
+    for step, loss in enumerate(losses, 1):
+        lower = math.isfinite(loss) and loss < best - threshold
+        since = 0 if lower else since + 1
+        made = EvaluationReport(
+            adapter="a",
+            step=step,
+            total_steps=9,
+            loss=loss,
+            correct_tokens=1,
+            target_tokens=2,
+            best=is_lower(loss, reports),
+        )
+        reports.append(made)
+        if math.isfinite(loss) and loss < best:
+            best, best_at = loss, step
+    assert (best_of(reports).step if best_of(reports) else None) == best_at
+    assert fruitless(reports, threshold) == since
+
+
+@pytest.mark.parametrize(
+    ("eval_steps", "total", "expected"),
+    [(4, 10, [4, 8, 10]), (0.1, 10, list(range(1, 11))), (0.1, 95, [*range(10, 95, 10), 95]), ([0.25, 1], 10, [3, 10])],
+)
+def test_when_evaluations_are_due(eval_steps, total, expected):
+    steps = tuple(eval_steps) if isinstance(eval_steps, list) else eval_steps
+    config = AdapterConfig(name="a", dataset=DatasetConfig(path=Path("x")), val_size=1, eval_steps=steps)
+    assert [done for done in range(total + 2) if is_due(config, done, total)] == expected
