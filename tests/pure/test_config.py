@@ -361,6 +361,9 @@ def test_adding_a_flag_is_a_decision():
         "add": "-h --help run_dir file",
         "stop": "-h --help run_dir name",
         "verify": "-h --help output_dir",
+        "check": "-h --help config --set",
+        "schema": "-h --help",
+        "init": "-h --help files --output --base-model",
         "env": "-h --help",
     }
 
