@@ -38,6 +38,7 @@ setup(
             "pytest>=8",
             "pytest-timeout",
             "hypothesis>=6",
+            "jsonschema>=4",  # checks what mlora schema prints
             "ruff==0.17.6",
             "mypy==2.4.1",
             "types-PyYAML",

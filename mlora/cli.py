@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 _TRAIN_EPILOG = "Everything else is a key of the file, such as --set defaults.learning_rate=1e-4."
+_STARTER_MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
 _OK, _BUG, _USER, _FAILED, _INTERRUPTED = 0, 1, 2, 3, 128 + 2
 
 
@@ -94,6 +95,19 @@ def _parser() -> argparse.ArgumentParser:
     verify = commands.add_parser("verify", help="load a run's adapters with PEFT and compare logits with the engine's")
     verify.add_argument("output_dir", help="the run's folder")
     verify.set_defaults(run=_verify)
+    check = commands.add_parser(
+        "check", help="read and tokenize everything, show what would be trained on, train nothing"
+    )
+    check.add_argument("config", help="a YAML file")
+    check.add_argument("--set", action="append", default=[], metavar="A.B=C", help="change one key of the file")
+    check.set_defaults(run=_check)
+    schema = commands.add_parser("schema", help="print a JSON schema of configuration files, for completion in editors")
+    schema.set_defaults(run=_schema)
+    init = commands.add_parser("init", help="write a commented configuration file for data files")
+    init.add_argument("files", metavar="DATA", nargs="+", help="a data file; each becomes an adapter")
+    init.add_argument("--output", default="run.yaml", metavar="CONFIG", help="the file to write (run.yaml)")
+    init.add_argument("--base-model", default=_STARTER_MODEL, metavar="MODEL", help=f"({_STARTER_MODEL})")
+    init.set_defaults(run=_init)
     env = commands.add_parser("env", help="show versions and devices, for bug reports")
     env.set_defaults(run=_env)
     return parser
@@ -205,6 +219,33 @@ def _verify(arguments: argparse.Namespace) -> int:
         verdict = "same logits" if check.ok else "LOGITS DIFFER"
         print(f"{check.name}: {verdict}, largest difference {check.max_difference:.2e} of {check.scale:.2e}")
     return _OK if all(check.ok for check in checks) else _FAILED
+
+
+def _check(arguments: argparse.Namespace) -> int:
+    from mlora.engine.check import check
+
+    found = check(mlora.load_config(arguments.config, arguments.set))
+    for name, text in found.adapters.items():
+        print(f"\n{name}\n{text}")
+    for error in found.errors:
+        print(f"mlora: {error}", file=sys.stderr)
+    return _USER if found.errors else _OK
+
+
+def _schema(arguments: argparse.Namespace) -> int:
+    from mlora.engine.schema import config_schema
+
+    print(json.dumps(config_schema(), indent=2, default=str))
+    return _OK
+
+
+def _init(arguments: argparse.Namespace) -> int:
+    from mlora.engine.starter import write_starter
+
+    config = Path(arguments.output)
+    names = write_starter([Path(file) for file in arguments.files], config, arguments.base_model)
+    print(f"{config}: {len(names)} adapters, {', '.join(names)}; look it over, then: mlora check {config}")
+    return _OK
 
 
 def _env(arguments: argparse.Namespace) -> int:

@@ -121,12 +121,22 @@ class AdapterConfig:
     max_length: int = 1024
     logging_steps: int = 1
     max_nonfinite_steps: int = 3  # this many skipped steps in a row end the adapter as failed
+    eval_dataset: DatasetConfig | None = None  # rows of another file to evaluate on
+    val_size: float = 0.0  # or so many rows of the dataset, below 1 a share of them, held out of training
+    eval_steps: float | tuple[float, ...] = (
+        0.1  # evaluate every n steps, below 1 a share of all; a list: at these shares
+    )
+    load_best_model_at_end: bool = False  # export the weights with the lowest eval_loss, not the last ones
+    early_stopping_patience: int | None = None  # end after so many evaluations without a lower eval_loss
+    early_stopping_threshold: float = 0.0  # lower by more than this
 
     def plain(self) -> dict[str, Any]:
         """All keys as plain data, as they may stand in a configuration file."""
         tree = dataclasses.asdict(self)
-        for source in tree["dataset"] if isinstance(self.dataset, tuple) else [tree["dataset"]]:
-            source["path"] = str(source["path"]) if source["path"] else None
+        sources = tree["dataset"] if isinstance(self.dataset, tuple) else [tree["dataset"]]
+        for source in (*sources, tree["eval_dataset"]):
+            if source is not None:
+                source["path"] = str(source["path"]) if source["path"] else None
         return {key: list(value) if isinstance(value, tuple) else value for key, value in tree.items()}
 
     @property
@@ -157,6 +167,7 @@ class AdapterConfig:
         _check_init(self.init_lora_weights, self.r, place)
         _check_targets(self, place)
         _check_weights(self.sources, place)
+        _check_evaluation(self, place)
 
 
 _RANGES: tuple[tuple[str, float, float], ...] = (
@@ -178,6 +189,8 @@ _RANGES: tuple[tuple[str, float, float], ...] = (
     ("max_length", 2, 1e9),
     ("logging_steps", 1, 1e12),
     ("max_nonfinite_steps", 1, 1e9),
+    ("val_size", 0.0, 1e12),
+    ("early_stopping_threshold", 0.0, 1e9),
 )
 
 
@@ -358,11 +371,14 @@ def _adapter(entry: object, defaults: Mapping[str, Any], index: int, base: Path)
         plain = _drop_refused(source, where)
         _known(AdapterConfig, plain, where)
         for key, value in plain.items():
-            if key != "dataset":
+            if key not in ("dataset", "eval_dataset"):
                 values[key] = _convert(AdapterConfig, key, value, f"{where}.{key}")
     if values.get("lr_scheduler_type") == "constant" and values.get("warmup_steps", 0) > 0:
         raise UserError(f"{place}.warmup_steps: constant has no warm-up; write lr_scheduler_type: constant_with_warmup")
     values["dataset"] = _dataset(entry["dataset"], f"{place}.dataset", base)
+    source, where = (entry, place) if "eval_dataset" in entry else (defaults, "defaults")
+    if source.get("eval_dataset") is not None:
+        values["eval_dataset"] = _dataset(source["eval_dataset"], f"{where}.eval_dataset", base)
     return AdapterConfig(**values)
 
 
@@ -465,6 +481,25 @@ def _check_targets(adapter: AdapterConfig, place: str) -> None:
         raise UserError(f"{place}.target_modules: empty; write all-linear or some of {', '.join(LINEAR_MODULES)}")
     if isinstance(targets, str) and targets != "all-linear" and adapter.layers_to_transform is not None:
         raise UserError(f"{place}.layers_to_transform: works with a list of target_modules only, as in PEFT")
+
+
+def _check_evaluation(adapter: AdapterConfig, place: str) -> None:
+    if adapter.eval_dataset is not None and adapter.val_size:
+        raise UserError(f"{place}: eval_dataset and val_size both name rows to evaluate on; leave one out")
+    if adapter.val_size >= 1 and adapter.val_size % 1:
+        raise UserError(f"{place}.val_size: {adapter.val_size:g} is neither a share below 1 nor a number of rows")
+    steps = adapter.eval_steps
+    if isinstance(steps, tuple):
+        if not steps or not all(0 < share <= 1 for share in steps):
+            raise UserError(f"{place}.eval_steps: a list holds shares of all steps, such as [0.25, 0.5, 1]")
+    elif steps <= 0 or (steps > 1 and steps % 1) or math.isinf(steps):
+        raise UserError(f"{place}.eval_steps: {steps:g} is neither a share below 1 nor a number of steps")
+    if adapter.early_stopping_patience is not None and adapter.early_stopping_patience < 1:
+        raise UserError(f"{place}.early_stopping_patience: {adapter.early_stopping_patience} is not a positive number")
+    if adapter.eval_dataset is None and not adapter.val_size:
+        for key in ("load_best_model_at_end", "early_stopping_patience"):
+            if getattr(adapter, key):
+                raise UserError(f"{place}.{key}: needs rows to evaluate on; give val_size or an eval_dataset")
 
 
 def _convert(cls: type, key: str, value: object, place: str) -> Any:

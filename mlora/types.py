@@ -88,13 +88,15 @@ class StepPlan:
 class StepDecision:
     """How an adapter's step ends on every stage: rate and clip coefficient of the whole adapter, or skipped.
 
-    With ``save`` every stage meets a "save" entry right behind the STEP, so before the adapter's next microbatch.
+    With ``save`` every stage meets a "save" entry right behind the STEP, so before the adapter's next microbatch; with
+    ``keep`` a "keep" entry right before it, since the weights that it changes are the adapter's best so far.
     """
 
     learning_rate: float
     coefficient: float
     skip: bool
     save: bool = False
+    keep: bool = False
 
 
 @dataclass(frozen=True)

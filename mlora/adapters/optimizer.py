@@ -98,12 +98,12 @@ class Optimizer:
         """Forget the gradients of the step."""
         self._state.grad.zero_()
 
-    def snapshot(self) -> dict[str, torch.Tensor]:
+    def snapshot(self, moments: bool = True) -> dict[str, torch.Tensor]:
         """Host copies of matrices and moments as ``MODULE.A`` and ``MODULE.A.exp_avg``, and AdamW's count as ``COUNT``.
 
-        One copy of each flat buffer; what is returned are views of them.
+        One copy of each flat buffer; what is returned are views of them. Without ``moments`` the matrices alone.
         """
-        kept = self._torch.state.get(self._parameter, {})
+        kept = self._torch.state.get(self._parameter, {}) if moments else {}
         flats = {"": self._state.master} | {f".{key}": kept[key] for key in MOMENTS if key in kept}
         found: dict[str, torch.Tensor] = {}
         for suffix, flat in zip(flats, on_host(list(flats.values())), strict=True):

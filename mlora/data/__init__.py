@@ -1,6 +1,7 @@
 """Rows of files and hub data sets to tokens in a memory-mapped cache."""
 
 from mlora.data.cache import DataStats, TokenData, join_tokens, open_tokens
+from mlora.data.held_out import hold_out
 from mlora.data.reader import read_rows
 from mlora.data.sampler import Sampler, Share, shares
 from mlora.data.sources import FileSource, HubSource, open_source
@@ -12,6 +13,7 @@ __all__ = [
     "Sampler",
     "Share",
     "TokenData",
+    "hold_out",
     "join_tokens",
     "open_source",
     "open_tokens",

@@ -78,6 +78,17 @@ class TokenData:
     def __len__(self) -> int:
         return len(self.lengths)
 
+    def rows(self, indices: np.ndarray) -> TokenData:
+        """These rows of one source alone; the tokens stay where they are, ``stats`` and ``digest`` those of the whole."""
+        (store,) = self._stores
+        return replace(
+            self,
+            lengths=self.lengths[indices],
+            target_tokens=self.target_tokens[indices],
+            shares=shares([len(indices)], None),
+            _stores=(replace(store, starts=store.starts[indices]),),
+        )
+
     def sample(self, index: int) -> tuple[np.ndarray, np.ndarray]:
         """``input_ids`` and ``labels`` of a row, int32 of its length; a label is ``IGNORE`` where not trained.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -12,7 +12,9 @@ from torch import Tensor
 from mlora.adapters.optimizer import clip_coefficient, learning_rate
 from mlora.config import AdapterConfig
 from mlora.data import Sampler, TokenData
+from mlora.engine.evaluation import EvaluationReport, best_of, fruitless, is_due, is_lower
 from mlora.ops.exact import exact_sum
+from mlora.pipeline.schedule import Evaluation
 from mlora.types import SampleRef, Segment, StepDecision, StepPlan
 
 State = Literal["waiting", "training", "retrying", "ended", "failed", "cancelled", "stopped"]
@@ -44,21 +46,33 @@ class Record:
     reason: str
     nonfinite_in_a_row: int
     reports: tuple[StepReport, ...]
+    evaluations: tuple[EvaluationReport, ...] = ()
+
+    @property
+    def best_step(self) -> int | None:
+        """The step behind which the held-out loss was lowest."""
+        best = best_of(self.evaluations)
+        return best.step if best else None
 
 
 @dataclass(kw_only=True)
 class AdapterRun:
-    """The run's record of one adapter, from waiting to its end."""
+    """The run's record of one adapter, from waiting to its end. ``held_out`` are the rows it is evaluated on."""
 
     index: int
     config: AdapterConfig
     data: TokenData
     targets: tuple[str, ...]
+    held_out: TokenData | None = None
     state: State = "waiting"
     reason: str = ""
     reports: list[StepReport] = field(default_factory=list)
+    evaluations: list[EvaluationReport] = field(default_factory=list)
     restored: Mapping[str, Tensor] | None = None  # of a checkpoint, until the adapter joins
+    kept: tuple[int, Mapping[str, Tensor]] | None = None  # on rank 0: the best step that is not the last, its matrices
     _planned: int = 0
+    _evaluation_planned: int = 0  # behind which step
+    _scores: list[Sequence[float]] = field(default_factory=list)  # of an evaluation's samples so far
     _nonfinite_in_a_row: int = 0
     _tokens: int = 0
     _tokens_of_step: dict[int, int] = field(default_factory=dict)
@@ -79,20 +93,26 @@ class AdapterRun:
         return (self.total_steps - len(self.reports)) * self.config.rows_per_step * float(self.data.lengths.mean())
 
     def next_step(self) -> StepPlan | None:
-        """The samples of the next unplanned step in canonical order: longest first, then index."""
-        if self._planned == self.total_steps or self.state != "training":
+        """The samples of the next unplanned step in canonical order, or of the evaluation that comes before it."""
+        if self.state != "training":
             return None
-        indices = self.sampler.indices(self._planned)
-        indices.sort(key=lambda i: (-int(self.data.lengths[i]), i))
-        samples = tuple(SampleRef(i, ordinal, int(self.data.lengths[i])) for ordinal, i in enumerate(indices))
-        targets = sum(int(self.data.target_tokens[i]) for i in indices)
+        if self._evaluation_planned < self._planned and self._evaluates(self._planned):
+            assert self.held_out is not None
+            self._evaluation_planned = self._planned
+            samples, targets = _in_order(self.held_out, range(len(self.held_out)))
+            return Evaluation(self.index, self._planned - 1, samples, targets)
+        if self._planned == self.total_steps:
+            return None
+        samples, targets = _in_order(self.data, self.sampler.indices(self._planned))
         self._tokens_of_step[self._planned] = sum(sample.length for sample in samples)
         self._planned += 1
         return StepPlan(self.index, self._planned - 1, samples, targets)
 
-    def rewind(self, step: int) -> None:
-        """Plan again from ``step`` on."""
-        self._planned = step
+    def rewind(self) -> None:
+        """Plan again what comes behind the last step and the last evaluation that are done."""
+        self._planned = len(self.reports)
+        self._evaluation_planned = self.evaluations[-1].step if self.evaluations else 0
+        self._scores = []
 
     def record(self) -> Record:
         """What there is to save now."""
@@ -103,13 +123,16 @@ class AdapterRun:
             reason=self.reason,
             nonfinite_in_a_row=self._nonfinite_in_a_row,
             reports=tuple(self.reports),
+            evaluations=tuple(self.evaluations),
         )
 
     def resume(self, record: Record, tensors: Mapping[str, Tensor]) -> None:
         """Go on behind ``record``. What had failed is tried again from its last good step; what was over stays so."""
-        self.reports, self._planned, self.restored = list(record.reports), record.step, tensors
+        self.reports, self.evaluations, self.restored = list(record.reports), list(record.evaluations), tensors
+        self.rewind()
         self._tokens = self.reports[-1].num_tokens if self.reports else 0
-        done, parked = record.step >= self.total_steps, record.state == "failed"
+        to_evaluate = self._evaluation_planned < record.step and self._evaluates(record.step)
+        done, parked = record.step >= self.total_steps and not to_evaluate, record.state == "failed"
         if record.state == "cancelled" or (record.state == "ended" and record.reason) or (parked and done):
             self.state, self.reason = record.state, record.reason
         elif done:
@@ -142,7 +165,49 @@ class AdapterRun:
             skipped=not finite,
         )
         self.reports.append(report)
-        return StepDecision(rate, clip_coefficient(grad_norm, self.config.max_grad_norm) if finite else 0.0, not finite)
+        coefficient = clip_coefficient(grad_norm, self.config.max_grad_norm) if finite else 0.0
+        best = best_of(self.evaluations)
+        keep = self.config.load_best_model_at_end and best is not None and best.step == step
+        return StepDecision(rate, coefficient, not finite, keep=keep)
+
+    def take_scores(self, segment: Segment, scores: Sequence[Sequence[float]]) -> EvaluationReport | None:
+        """Take (Σ loss, correct tokens) of a segment's samples; with the last of an evaluation give its report.
+
+        It ends the adapter behind its last step, or where the loss has not become lower for as long as patience lasts.
+        """
+        self._scores += scores
+        if not segment.ends_step:
+            return None
+        losses, correct = zip(*self._scores, strict=True)
+        self._scores = []
+        loss = exact_sum(losses) / segment.target_tokens
+        report = EvaluationReport(
+            adapter=self.config.name,
+            step=segment.step + 1,
+            total_steps=self.total_steps,
+            loss=loss,
+            correct_tokens=int(sum(correct)),
+            target_tokens=segment.target_tokens,
+            best=is_lower(loss, self.evaluations),
+        )
+        self.evaluations.append(report)
+        self._count_evaluation(report)
+        return report
+
+    def _evaluates(self, done: int) -> bool:
+        return self.held_out is not None and is_due(self.config, done, self.total_steps)
+
+    def _count_evaluation(self, report: EvaluationReport) -> None:
+        patience, threshold = self.config.early_stopping_patience, self.config.early_stopping_threshold
+        since = fruitless(self.evaluations, threshold)
+        if report.step == self.total_steps:
+            self.state = "ended"
+        elif patience is not None and since >= patience:
+            best = best_of(self.evaluations)
+            self.state = "ended"
+            self.reason = f"early stopping: no lower eval_loss in {since} evaluations" + (
+                f"; the lowest was {best.loss:.4f} behind step {best.step}" if best else ""
+            )
 
     def _count(self, finite: bool, step: int) -> None:
         self._nonfinite_in_a_row = 0 if finite else self._nonfinite_in_a_row + 1
@@ -154,5 +219,12 @@ class AdapterRun:
             )
         elif step + 1 == self.total_steps and not finite:
             self.state, self.reason = "failed", "loss or gradient of the last step was not finite; lower learning_rate"
-        elif step + 1 == self.total_steps:
+        elif step + 1 == self.total_steps and not self._evaluates(step + 1):
             self.state = "ended"
+
+
+def _in_order(data: TokenData, indices: Iterable[int]) -> tuple[tuple[SampleRef, ...], int]:
+    """The rows in canonical order, longest first, then index; and how many target tokens they have."""
+    ordered = sorted(indices, key=lambda i: (-int(data.lengths[i]), i))
+    samples = tuple(SampleRef(i, ordinal, int(data.lengths[i])) for ordinal, i in enumerate(ordered))
+    return samples, sum(int(data.target_tokens[i]) for i in ordered)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,11 +15,14 @@ from torch import Tensor
 from mlora.checkpoint.versions import Manifest, Version, newest_sound, write_version
 from mlora.config import AdapterConfig
 from mlora.engine.adapter_run import AdapterRun, Record, StepReport
+from mlora.engine.evaluation import EvaluationReport, is_lower
 from mlora.models.spec import ModelSpec, linear_shapes
 from mlora.types import UserError
 
 _HISTORY = "history"  # float64 [steps, 5]: loss, grad_norm, learning_rate, num_tokens, skipped
-_FREE = ("logging_steps", "dataset")  # change no bit; of the data the tokens count, not the path
+_EVALUATIONS = "evaluations"  # float64 [evaluations, 4]: step, loss, correct tokens, target tokens
+_BEST = "best."  # before the names of the matrices of the best step, where that is not the last
+_FREE = ("logging_steps", "dataset", "eval_dataset")  # change no bit; of the data the tokens count, not the path
 _FIXED = ("r", "target_modules", "exclude_modules", "layers_to_transform", "optim")  # give the tensors their shapes
 _SIZES = ("hidden_size", "layers", "vocab_size")
 
@@ -47,12 +51,31 @@ def write_checkpoint(
         nonfinite_in_a_row=record.nonfinite_in_a_row,
         config=adapter.config.plain(),
         base=dict(base),
-        data=adapter.data.digest,
+        data=_data_digest(adapter),
         saved=time.time(),
     )
     rows = [(r.loss, r.grad_norm, r.learning_rate, r.num_tokens, r.skipped) for r in record.reports]
-    history = torch.tensor(rows, dtype=torch.float64).view(-1, 5)
-    return write_version(folder / manifest.adapter, manifest, {**tensors, _HISTORY: history}, keep)
+    evaluations = [(e.step, e.loss, e.correct_tokens, e.target_tokens) for e in record.evaluations]
+    whole = {
+        **tensors,
+        **{_BEST + name: matrix for name, matrix in best_matrices(adapter, record).items()},
+        _HISTORY: torch.tensor(rows, dtype=torch.float64).view(-1, 5),
+        _EVALUATIONS: torch.tensor(evaluations, dtype=torch.float64).view(-1, 4),
+    }
+    return write_version(folder / manifest.adapter, manifest, whole, keep)
+
+
+def best_matrices(adapter: AdapterRun, record: Record) -> Mapping[str, Tensor]:
+    """The matrices of the best step where they are to be exported and are not the last; else none."""
+    if not adapter.config.load_best_model_at_end or record.best_step in (None, record.step):
+        return {}
+    assert adapter.kept is not None and adapter.kept[0] == record.best_step, "the best step was not kept"
+    return adapter.kept[1]
+
+
+def _data_digest(adapter: AdapterRun) -> str:
+    """Of the tokens, and behind a + of those that are held out."""
+    return "+".join(data.digest for data in (adapter.data, adapter.held_out) if data is not None)
 
 
 @dataclass(frozen=True)
@@ -79,7 +102,7 @@ class Resume:
             _check_base(version, base)
             _check_shapes(version, adapter, spec)
             changes += _changes(version, adapter, base)
-            adapter.resume(_record(version, adapter), {k: x for k, x in version.tensors.items() if k != _HISTORY})
+            _resume(adapter, version)
             how = "goes on" if adapter.state == "waiting" else f"stays {adapter.state}"
             _tell(f"{adapter.config.name}: {how} behind step {version.manifest.step} of {adapter.total_steps}")
         if changes and not self.allow_changed:
@@ -91,6 +114,21 @@ class Resume:
         for path in sorted(self.folder.iterdir()) if self.folder.is_dir() else ():
             if path.name not in names:
                 _tell(f"{path.name}: is not in the configuration any more; its checkpoints stay in {path}")
+
+
+def _resume(adapter: AdapterRun, version: Version) -> None:
+    record = _record(version, adapter)
+    best = {k.removeprefix(_BEST): x for k, x in version.tensors.items() if k.startswith(_BEST)}
+    if best and record.best_step is not None:
+        adapter.kept = record.best_step, best
+    elif adapter.config.load_best_model_at_end and record.best_step not in (None, record.step):
+        raise UserError(
+            f"adapters[{adapter.config.name}].load_best_model_at_end: the weights of step {record.best_step}, the best "
+            f"so far, were not kept in {version.folder}; write it back, or train under another name"
+        )
+    others = (_HISTORY, _EVALUATIONS)
+    own = {k: x for k, x in version.tensors.items() if k not in others and not k.startswith(_BEST)}
+    adapter.resume(record, own)
 
 
 def _tell(text: str) -> None:
@@ -106,7 +144,25 @@ def _record(version: Version, adapter: AdapterRun) -> Record:
         reason=manifest.reason,
         nonfinite_in_a_row=manifest.nonfinite_in_a_row,
         reports=tuple(_report(adapter, i, row) for i, row in enumerate(version.tensors[_HISTORY].tolist())),
+        evaluations=tuple(_evaluations(adapter, version)),
     )
+
+
+def _evaluations(adapter: AdapterRun, version: Version) -> list[EvaluationReport]:
+    found: list[EvaluationReport] = []
+    rows = version.tensors[_EVALUATIONS].tolist() if _EVALUATIONS in version.tensors else []
+    for step, loss, correct, tokens in rows:
+        report = EvaluationReport(
+            adapter=adapter.config.name,
+            step=int(step),
+            total_steps=adapter.total_steps,
+            loss=loss,
+            correct_tokens=int(correct),
+            target_tokens=int(tokens),
+            best=is_lower(loss, found),
+        )
+        found.append(report)
+    return found
 
 
 def _report(adapter: AdapterRun, step: int, row: Sequence[float]) -> StepReport:
@@ -138,7 +194,7 @@ def _check_shapes(version: Version, adapter: AdapterRun, spec: ModelSpec) -> Non
     for name in adapter.targets:
         out_features, in_features = shapes[name.split(".")[-1]]
         wanted |= {f"{name}.A": (r, in_features), f"{name}.B": (r, out_features)}
-    found = {name: tuple(x.shape) for name, x in version.tensors.items() if name.endswith((".A", ".B"))}
+    found = {name: tuple(x.shape) for name, x in version.tensors.items() if _is_matrix(name)}
     changed = _changed_keys(version.manifest.config, adapter.config, _FIXED)
     if found != wanted or "optim" in changed:
         what = ", ".join(changed) or "its modules"
@@ -148,15 +204,23 @@ def _check_shapes(version: Version, adapter: AdapterRun, spec: ModelSpec) -> Non
         )
 
 
+def _is_matrix(name: str) -> bool:
+    return name.endswith((".A", ".B")) and not name.startswith(_BEST)
+
+
 def _changes(version: Version, adapter: AdapterRun, base: Mapping[str, Any]) -> list[str]:
     """What differs from when the checkpoint was written and decides about bits."""
     was, now = version.manifest, adapter.config.plain()
     keys = _changed_keys(was.config, adapter.config, [key for key in now if key not in _FREE + _FIXED])
     place = f"adapters[{adapter.config.name}]"
     found = [f"{place}.{key} is {now[key]!r} and was {was.config.get(key)!r}" for key in keys]
-    if was.data != adapter.data.digest:
+    was_data, _, was_held_out = was.data.partition("+")
+    data, _, held_out = _data_digest(adapter).partition("+")
+    if was_data != data:
         labels = ", ".join(source.label for source in adapter.config.sources)
         found.append(f"{place}.dataset: {labels} gives other tokens, or weighs them otherwise, than it did")
+    if was_held_out != held_out:
+        found.append(f"{place}: the rows that it is evaluated on are others than they were")
     found += [
         f"{key} is {base[key]} and was {was.base[key]}" for key in ("dtype", "device") if was.base[key] != base[key]
     ]
@@ -166,5 +230,7 @@ def _changes(version: Version, adapter: AdapterRun, base: Mapping[str, Any]) -> 
 
 
 def _changed_keys(was: Mapping[str, Any], now: AdapterConfig, keys: Sequence[str]) -> list[str]:
+    """A key that did not exist when the checkpoint was written had its default."""
     plain = now.plain()
-    return [key for key in keys if was.get(key) != plain[key]]
+    defaults = {field.name: field.default for field in dataclasses.fields(AdapterConfig)}
+    return [key for key in keys if was.get(key, defaults[key]) != plain[key]]

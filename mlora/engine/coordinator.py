@@ -7,10 +7,12 @@ from dataclasses import replace
 from typing import Literal, Protocol
 
 from mlora.config import AdapterConfig, RunConfig
+from mlora.data import TokenData
 from mlora.engine.adapter_run import OVER, AdapterRun, StepReport
 from mlora.engine.batches import packed_inputs
 from mlora.engine.cadence import Cadence
 from mlora.engine.device import choose_device, choose_dtype, row_bucket
+from mlora.engine.evaluation import EvaluationReport
 from mlora.engine.memory import rows_of
 from mlora.engine.requests import Requests
 from mlora.pipeline.executor import Entry, Window
@@ -26,6 +28,7 @@ class Records(Protocol):
 
     def start(self, adapter: str, earlier: Sequence[StepReport], config: AdapterConfig) -> None: ...
     def step(self, report: StepReport, config: AdapterConfig) -> None: ...
+    def evaluation(self, report: EvaluationReport) -> None: ...
 
 
 class Coordinator:
@@ -83,11 +86,20 @@ class Coordinator:
             positions = self._planner.window(self._window)
             if not entries and not positions and not self._slots:
                 return
-            microbatches = [position.microbatch for position in positions if position.microbatch]
             inputs = {
-                m.index: packed_inputs(m, lambda i: self._adapters[i].data, self._unreadable) for m in microbatches
+                p.index: packed_inputs(p.microbatch, self._held_out if p.forward_only else self._data, self._unreadable)
+                for p in positions
+                if p.microbatch
             }
             yield Window(entries=entries, positions=positions, inputs=inputs)
+
+    def _data(self, index: int) -> TokenData:
+        return self._adapters[index].data
+
+    def _held_out(self, index: int) -> TokenData:
+        data = self._adapters[index].held_out
+        assert data is not None
+        return data
 
     def adapter(self, index: int) -> AdapterRun:
         """The adapter of an entry."""
@@ -108,10 +120,26 @@ class Coordinator:
         if wish is not None and adapter.state == "training":
             adapter.state = "ended" if wish == "end" else "cancelled"
             adapter.reason = f"by {who} after step {report.step}"
-        if adapter.state != "training" and self._slots.get(segment.slot) is adapter:  # the slot may be another's by now
-            self._planner.leave(segment.slot)
+        self._leave_if_over(adapter, segment.slot)
         save = adapter.state == "training" and self._cadence.due(report.adapter, report.step)
         return replace(decision, save=save)
+
+    def evaluated(self, microbatch: Microbatch, scores: Sequence[Sequence[float]]) -> None:
+        """Take the scores of a microbatch's samples, each to its adapter; what is beyond its end is skipped unseen."""
+        start = 0
+        for segment in microbatch.segments:
+            adapter, stop = self._adapters[segment.adapter], start + len(segment.samples)
+            report = None
+            if self._counts(adapter, microbatch.index):
+                report = adapter.take_scores(segment, scores[start:stop])
+            start = stop
+            if report is not None:
+                self._recorder.evaluation(report)
+                self._leave_if_over(adapter, segment.slot)
+
+    def _leave_if_over(self, adapter: AdapterRun, slot: int) -> None:
+        if adapter.state != "training" and self._slots.get(slot) is adapter:  # the slot may be another's by now
+            self._planner.leave(slot)
 
     def halted(self) -> bool:
         """Whether a signal stops the run. Adapters then keep what their last STEP made; a step under way is dropped."""
@@ -131,7 +159,7 @@ class Coordinator:
             if self._counts(adapter, microbatch.index):
                 adapter.state = "failed" if alone else "retrying"
                 adapter.reason = f"its microbatch could not be computed: {note}"
-                adapter.rewind(segment.step)
+                adapter.rewind()
                 self._planner.leave(segment.slot)
 
     def _unreadable(self, index: int, error: OSError) -> None:

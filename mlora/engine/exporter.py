@@ -16,7 +16,7 @@ from mlora.checkpoint.versions import WriteError, versions
 from mlora.engine.adapter_run import AdapterRun, Record
 from mlora.engine.cadence import Cadence
 from mlora.engine.card import model_card
-from mlora.engine.checkpoints import write_checkpoint
+from mlora.engine.checkpoints import best_matrices, write_checkpoint
 from mlora.engine.output import ADAPTERS, CHECKPOINTS
 from mlora.engine.recorder import Recorder
 from mlora.engine.status import Status
@@ -84,7 +84,7 @@ class Exporter:
         self.written = 0
 
     def take(self, adapter: AdapterRun, record: Record, entry: Entry, tensors: Tensors) -> None:
-        """A snapshot of the first stage for an entry "save" or "leave"; the other stages' are collected."""
+        """A snapshot of the first stage for an entry "save", "keep" or "leave"; the other stages' are collected."""
         self._submit(lambda: self._write(adapter, record, entry.kind, self._collector.collect(tag(entry), tensors)))
 
     def write(self, adapter: AdapterRun, record: Record, kind: str, whole: Tensors) -> None:
@@ -93,7 +93,7 @@ class Exporter:
 
     def export(self, adapter: AdapterRun, whole: Tensors) -> None:
         """Export what had ended in an earlier run already."""
-        self._submit(lambda: self._export(adapter, whole))
+        self._submit(lambda: self._export(adapter, adapter.record(), whole))
 
     def finish(self) -> None:
         """Wait until all is written. Raises what went wrong beyond a single adapter."""
@@ -110,15 +110,19 @@ class Exporter:
         self._jobs.append(self._thread.submit(job))
 
     def _write(self, adapter: AdapterRun, record: Record, kind: str, whole: Tensors) -> None:
+        if kind == "keep":
+            assert record.best_step is not None
+            adapter.kept = record.best_step, whole
+            return
         start = time.monotonic()
         self._checkpoint(adapter, record, whole)
         self._cadence.wrote(adapter.config.name, time.monotonic() - start)
         if kind == "leave":
             if record.state == "ended":
-                self._export(adapter, whole)
+                self._export(adapter, record, whole)
             if adapter.state == "failed":
                 self._recorder.failed(adapter.config.name, record.step, adapter.reason)
-            if adapter.state != "ended":
+            if adapter.state != "ended" or adapter.reason:
                 print(f"{adapter.config.name}  {adapter.state}: {adapter.reason or 'by a signal'}", flush=True)
         self._status.write(at_once=True)
 
@@ -138,7 +142,8 @@ class Exporter:
         took = f"{size:,} bytes in {time.monotonic() - start:.2f} s"
         print(f"{name}  checkpoint of step {record.step}: {took}{cost}", flush=True)
 
-    def _export(self, adapter: AdapterRun, whole: Tensors) -> None:
+    def _export(self, adapter: AdapterRun, record: Record, whole: Tensors) -> None:
+        whole = best_matrices(adapter, record) or whole
         folder = self._output_dir / ADAPTERS / adapter.config.name
 
         def extras(place: Path) -> None:

@@ -52,7 +52,10 @@ def changed_keys(adapter: AdapterConfig) -> dict[str, Any]:
     defaults = {field.name: field.default for field in dataclasses.fields(AdapterConfig)}
     tree = {key: value for key, value in adapter.plain().items() if getattr(adapter, key) != defaults[key]}
     sources = [_absolute(source) for source in adapter.sources]
-    return tree | {"dataset": sources if isinstance(adapter.dataset, tuple) else sources[0]}
+    tree["dataset"] = sources if isinstance(adapter.dataset, tuple) else sources[0]
+    if adapter.eval_dataset is not None:
+        tree["eval_dataset"] = _absolute(adapter.eval_dataset)
+    return tree
 
 
 def _absolute(source: DatasetConfig) -> dict[str, Any]:

@@ -164,7 +164,9 @@ class Leader:
         if self._source is None:
             recorder.open()
         else:
-            recorder.open(self._source / METRICS, {a.config.name: len(a.reports) for a in self._adapters})
+            steps = {a.config.name: len(a.reports) for a in self._adapters}
+            evaluated = {a.config.name: a.evaluations[-1].step if a.evaluations else 0 for a in self._adapters}
+            recorder.open(self._source / METRICS, steps, evaluated)
 
     def _export_ended(self, exporter: Exporter) -> None:
         """What had ended in the run before may have lacked its export, and is not trained any more."""
@@ -212,4 +214,5 @@ def _result(adapter: AdapterRun, status: Status) -> AdapterResult:
         reason=adapter.reason,
         reports=tuple(adapter.reports),
         folder=status.exported.get(adapter.index),
+        evaluations=tuple(adapter.evaluations),
     )

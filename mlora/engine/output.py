@@ -22,7 +22,7 @@ def check_output(config: RunConfig, overwrite: bool, resume: bool = False) -> No
     """Raises UserError where the folder holds an earlier run that is neither to be replaced nor to go on, or anything
     else."""
     folder = config.output_dir
-    _check_inputs(config)
+    check_inputs(config)
     if not folder.exists():
         return
     if not folder.is_dir():
@@ -122,10 +122,12 @@ def _not_exported(adapters: Path) -> list[Path]:
     ]
 
 
-def _check_inputs(config: RunConfig) -> None:
-    """The run folder may not hold what the run reads: --overwrite would delete it."""
+def check_inputs(config: RunConfig) -> None:
+    """Raises UserError where the run folder holds what the run reads: --overwrite would delete it."""
     folder = config.output_dir.resolve()
     inputs = {f"adapters[{a.name}].dataset": s.path for a in config.adapters for s in a.sources if s.path}
+    held_out = [(a.name, a.eval_dataset) for a in config.adapters]
+    inputs |= {f"adapters[{name}].eval_dataset": s.path for name, s in held_out if s is not None and s.path}
     inputs["base_model"] = Path(config.base_model)
     for place, path in inputs.items():
         if path.resolve().is_relative_to(folder) and path.exists():

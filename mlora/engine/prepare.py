@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 from mlora.adapters.optimizer import learning_rate, warmup_steps
 from mlora.adapters.targets import match_targets
 from mlora.config import AdapterConfig, DatasetConfig, RunConfig
-from mlora.data import TokenData, join_tokens, open_source, open_tokens
+from mlora.data import TokenData, hold_out, join_tokens, open_source, open_tokens
 from mlora.engine.adapter_run import AdapterRun
 from mlora.engine.layout import layer_counts
 from mlora.engine.memory import fitted
@@ -150,7 +150,26 @@ def prepare_adapter(
     for warning in deployment_warnings(config):
         print(warning)
     data = open_data(config.name, config.sources, tokenizer, length, spec.vocab_size)
-    adapter = AdapterRun(index=index, config=config, data=data, targets=targets)
+    summary, held_out = data.stats.summary(), None
+    if config.eval_dataset is not None:
+        held_out = open_data(config.name, (config.eval_dataset,), tokenizer, length, spec.vocab_size)
+    elif config.val_size:
+        data, held_out = _hold_out(config, data)
+    adapter = AdapterRun(index=index, config=config, data=data, targets=targets, held_out=held_out)
     _check_rates(adapter)
-    print(f"{config.name}: {data.stats.summary()}; {adapter.total_steps} steps, {len(targets)} modules", flush=True)
+    print(f"{config.name}: {summary}; {adapter.total_steps} steps, {len(targets)} modules", flush=True)
+    if held_out is not None:
+        targets_held_out = int(held_out.target_tokens.sum())
+        print(f"{config.name}: evaluated on {len(held_out):,} held-out rows, {targets_held_out:,} target tokens")
     return adapter
+
+
+def _hold_out(config: AdapterConfig, data: TokenData) -> tuple[TokenData, TokenData]:
+    if len(config.sources) > 1:
+        raise UserError(
+            f"adapters[{config.name}].val_size: holds out rows of one data set; for several give an eval_dataset"
+        )
+    try:
+        return hold_out(data, config.val_size, config.seed)
+    except UserError as error:
+        raise UserError(f"adapters[{config.name}].{error}") from None

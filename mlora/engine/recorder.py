@@ -13,6 +13,7 @@ from typing import IO
 
 from mlora.config import AdapterConfig
 from mlora.engine.adapter_run import StepReport
+from mlora.engine.evaluation import EvaluationReport
 from mlora.engine.results import AdapterResult, Results
 
 
@@ -26,15 +27,20 @@ class Recorder:
         self._losses: dict[str, list[float]] = {}
         self._marks: dict[str, tuple[float, int]] = {}
 
-    def open(self, source: Path | None = None, steps: Mapping[str, int] | None = None) -> None:
+    def open(
+        self,
+        source: Path | None = None,
+        steps: Mapping[str, int] | None = None,
+        evaluated: Mapping[str, int] | None = None,
+    ) -> None:
         """Open the file; until then nothing is written.
 
-        A run that goes on takes from ``source``, which may be the same file, each adapter's lines up to ``steps``: what
-        lies behind will be written again.
+        A run that goes on takes from ``source``, which may be the same file, each adapter's lines up to ``steps``, and
+        of evaluations up to that behind the step in ``evaluated``: what lies behind will be written again.
         """
         if steps is not None and source is not None and source.exists():
             kept = self._path.with_name(f".{self._path.name}.partial")
-            kept.write_text("".join(_lines_up_to(source, steps)), encoding="utf-8")
+            kept.write_text("".join(_lines_up_to(source, steps, evaluated or {})), encoding="utf-8")
             kept.rename(self._path)
         self._file = self._path.open("a", encoding="utf-8")
 
@@ -53,6 +59,21 @@ class Recorder:
         entry = self._entry(report)
         self._write(json.dumps(entry) + "\n")
         print(_line(report, entry), flush=True)
+
+    def evaluation(self, report: EvaluationReport) -> None:
+        """Take an evaluation's numbers and write them."""
+        self._changed()
+        entry = {
+            "adapter": report.adapter,
+            "step": report.step,
+            "eval_loss": _shown(report.loss),
+            "eval_perplexity": _shown(report.perplexity),
+            "eval_accuracy": report.accuracy,
+            "eval_tokens": report.target_tokens,
+            "best": report.best,
+        }
+        self._write(json.dumps(entry) + "\n")
+        print(_evaluation_line(report), flush=True)
 
     def failed(self, adapter: str, step: int, reason: str) -> None:
         """An adapter was parked behind ``step``."""
@@ -97,12 +118,13 @@ def _due(report: StepReport, config: AdapterConfig) -> bool:
     return not report.step % config.logging_steps or report.step == report.total_steps or report.skipped
 
 
-def _lines_up_to(path: Path, steps: Mapping[str, int]) -> Iterator[str]:
-    """A file's lines of the steps that are done; a line that a crash has cut is left out."""
+def _lines_up_to(path: Path, steps: Mapping[str, int], evaluated: Mapping[str, int]) -> Iterator[str]:
+    """A file's lines of what is done; a line that a crash has cut is left out."""
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
         with suppress(ValueError, KeyError, TypeError):
             entry = json.loads(line)
-            if entry["step"] <= steps.get(entry["adapter"], entry["step"]) and "state" not in entry:
+            done = evaluated if "eval_loss" in entry else steps
+            if entry["step"] <= done.get(entry["adapter"], entry["step"]) and "state" not in entry:
                 yield line + "\n"
 
 
@@ -130,6 +152,14 @@ def _line(report: StepReport, entry: dict[str, object]) -> str:
         f"{report.adapter}  step {report.step:>{len(total)}}/{total}  epoch {report.epoch:.2f}  "
         f"loss {float(str(entry['loss'])):.4f}  grad_norm {report.grad_norm:.4f}  "
         f"learning_rate {report.learning_rate:.3e}  {entry['tokens_per_second']} tokens/s{note}"
+    )
+
+
+def _evaluation_line(report: EvaluationReport) -> str:
+    total, best = str(report.total_steps), "  best so far" if report.best else ""
+    return (
+        f"{report.adapter}  step {report.step:>{len(total)}}/{total}  eval_loss {report.loss:.4f}  "
+        f"perplexity {report.perplexity:.4g}  token accuracy {report.accuracy:.1%}{best}"
     )
 
 

@@ -16,6 +16,7 @@ from mlora.config import AdapterConfig
 from mlora.engine.adapter_run import AdapterRun, Record, StepReport
 from mlora.engine.cadence import Cadence
 from mlora.engine.coordinator import Coordinator, OnStep, Records
+from mlora.engine.evaluation import EvaluationReport
 from mlora.engine.exporter import Collector, Exporter, Tensors, tag
 from mlora.engine.recorder import Recorder
 from mlora.engine.requests import Requests
@@ -48,8 +49,13 @@ class _Step:
 
 
 @dataclass(frozen=True)
+class _Evaluated:
+    report: EvaluationReport
+
+
+@dataclass(frozen=True)
 class _Snapshot:
-    """An adapter's tensors follow: it is saved, or it leaves."""
+    """An adapter's tensors follow: it is saved or kept as its best, or it leaves."""
 
     adapter: int
     record: Record
@@ -70,6 +76,10 @@ class RemoteRecorder:
         """A step's numbers."""
         self._control.report(_Step(report))
 
+    def evaluation(self, report: EvaluationReport) -> None:
+        """An evaluation's numbers."""
+        self._control.report(_Evaluated(report))
+
 
 class RemoteExporter:
     """Exporter of a replica that does not write: an adapter's snapshots go to rank 0, where its end is known by them.
@@ -86,7 +96,8 @@ class RemoteExporter:
         whole = self._collector.collect(tag(entry), tensors)
         self._control.report(_Snapshot(adapter.index, record, entry.kind))
         self._control.send_tensors(whole)
-        self._cadence.wrote(adapter.config.name, time.monotonic() - start)
+        if entry.kind != "keep":
+            self._cadence.wrote(adapter.config.name, time.monotonic() - start)
 
     def finish(self) -> None:
         """Say that nothing follows."""
@@ -164,7 +175,7 @@ def lead_replica(
 
 def hand_over(control: Control, rank: int, adapters: Sequence[AdapterRun]) -> None:
     """Rank 0 gives a replica's leader its adapters with their tokens."""
-    control.send(rank, [replace(adapter, data=adapter.data.in_memory()) for adapter in adapters])
+    control.send(rank, [_to_travel(adapter) for adapter in adapters])
     for adapter in adapters:
         adapter.restored = None
 
@@ -184,7 +195,16 @@ def receive_all(
             adapter = by_name[message.report.adapter]
             adapter.reports.append(message.report)
             recorder.step(message.report, adapter.config)
+        elif isinstance(message, _Evaluated):
+            by_name[message.report.adapter].evaluations.append(message.report)
+            recorder.evaluation(message.report)
         else:
             adapter, record = by_index[message.adapter], message.record
             adapter.state, adapter.reason = record.state, record.reason
             exporter.write(adapter, record, message.kind, control.receive_tensors(rank))
+
+
+def _to_travel(adapter: AdapterRun) -> AdapterRun:
+    """The same with tokens in memory: mapped files do not travel."""
+    held_out = adapter.held_out.in_memory() if adapter.held_out is not None else None
+    return replace(adapter, data=adapter.data.in_memory(), held_out=held_out, kept=None)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mlora.engine.adapter_run import State, StepReport
+from mlora.engine.evaluation import EvaluationReport, best_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,11 +19,18 @@ class AdapterResult:
     reason: str
     reports: tuple[StepReport, ...]
     folder: Path | None
+    evaluations: tuple[EvaluationReport, ...] = ()
 
     @property
     def loss(self) -> float | None:
         """Loss of the last step; None before the first."""
         return self.reports[-1].loss if self.reports else None
+
+    @property
+    def best_step(self) -> int | None:
+        """The step behind which the held-out loss was lowest; None where there was no evaluation."""
+        best = best_of(self.evaluations)
+        return best.step if best else None
 
 
 @dataclass(frozen=True, kw_only=True)

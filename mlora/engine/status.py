@@ -13,6 +13,7 @@ from typing import Any
 
 from mlora.checkpoint.versions import read_manifest, versions
 from mlora.engine.adapter_run import OVER, AdapterRun
+from mlora.engine.evaluation import best_of
 from mlora.engine.output import CHECKPOINTS, INBOX, STATUS, is_live
 from mlora.types import UserError
 
@@ -62,7 +63,19 @@ class Status:
             "last_loss": str(reports[-1].loss) if reports else None,
             "reason": adapter.reason,
             "exported": str(folder) if folder else None,
+            **_evaluation(adapter),
         }
+
+
+def _evaluation(adapter: AdapterRun) -> dict[str, Any]:
+    """The last one and the best; nothing before the first."""
+    evaluations = list(adapter.evaluations)
+    if not evaluations:
+        return {}
+    last, best = evaluations[-1], best_of(evaluations)
+    found: dict[str, Any] = {"eval_step": last.step, "eval_loss": str(last.loss), "eval_accuracy": last.accuracy}
+    found["eval_perplexity"] = str(last.perplexity)
+    return found | ({"best_step": best.step, "best_eval_loss": str(best.loss)} if best else {})
 
 
 def read_status(output_dir: Path) -> dict[str, Any]:
@@ -86,14 +99,18 @@ def read_status(output_dir: Path) -> dict[str, Any]:
 def status_table(tree: dict[str, Any]) -> str:
     """The same as a table to read."""
     width = max(len("adapter"), *(len(name) for name in tree["adapters"]))
+    evaluated = any("eval_loss" in adapter for adapter in tree["adapters"].values())
     lines = [
         f"{'live' if tree['live'] else 'not running'}; written {_age(tree['updated'])} ago",
-        f"{'adapter':<{width}}  {'state':<11}  {'step':>13}  {'first loss':>10}  {'last loss':>9}  checkpoint",
+        f"{'adapter':<{width}}  {'state':<11}  {'step':>13}  {'first loss':>10}  {'last loss':>9}  "
+        + (f"{'eval loss':>9}  {'best':>16}  " if evaluated else "")
+        + "checkpoint",
     ]
     for name, adapter in tree["adapters"].items():
         step = "-" if adapter["step"] is None else f"{adapter['step']}/{adapter['total_steps']}"
         first, last = (_loss(adapter[key]) for key in ("first_loss", "last_loss"))
-        text = f"{name:<{width}}  {adapter['state']:<11}  {step:>13}  {first:>10}  {last:>9}  {_saved(adapter)}"
+        text = f"{name:<{width}}  {adapter['state']:<11}  {step:>13}  {first:>10}  {last:>9}  "
+        text += (f"{_loss(adapter.get('eval_loss')):>9}  {_best(adapter):>16}  " if evaluated else "") + _saved(adapter)
         lines.append(text + (f"  {adapter['reason']}" if adapter["reason"] else ""))
     lines += [f"{name}: not added: {reason}" for name, reason in tree["refused"].items()]
     return "\n".join(lines)
@@ -113,6 +130,10 @@ def _checkpoint(folder: Path) -> dict[str, Any] | None:
 def _saved(adapter: dict[str, Any]) -> str:
     checkpoint = adapter["checkpoint"]
     return f"step {checkpoint['step']}, {_age(checkpoint['saved'])} old" if checkpoint else "none"
+
+
+def _best(adapter: dict[str, Any]) -> str:
+    return f"{_loss(adapter['best_eval_loss'])} step {adapter['best_step']}" if "best_step" in adapter else "-"
 
 
 def _loss(text: str | None) -> str:

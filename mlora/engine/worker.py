@@ -93,7 +93,7 @@ class Worker:
                 self._stage.restore(entry.slot, self._fetch(entry))
             return
         start = time.perf_counter()
-        self._deliver(entry, self._stage.snapshot(entry.slot))
+        self._deliver(entry, self._stage.snapshot(entry.slot, moments=entry.kind != "keep"))
         self.waited_s += time.perf_counter() - start
         if entry.kind == "leave":
             self._stage.leave(entry.slot)

@@ -43,6 +43,30 @@ def linear_cross_entropy(
     return torch.cat(losses), torch.cat(grads) if with_grad else None
 
 
+def linear_cross_entropy_scores(
+    hidden_ND: torch.Tensor, weight_VD: torch.Tensor, labels_N: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``nll_N`` as ``linear_cross_entropy`` gives it, and bool ``correct_N``: whether the label has the largest logit.
+
+    N must be a multiple of 16. Of several largest logits the first counts, as in torch's argmax.
+    """
+    losses, correct = [], []
+    for start in range(0, hidden_ND.shape[0], CHUNK_ROWS):
+        labels_C = labels_N[start : start + CHUNK_ROWS]
+        logits_CV = F.linear(hidden_ND[start : start + CHUNK_ROWS], weight_VD)
+        correct.append(logits_CV.argmax(-1) == labels_C)
+        losses.append(_losses(logits_CV, labels_C))
+    return torch.cat(losses), torch.cat(correct)
+
+
+def _losses(logits_CV: torch.Tensor, labels_C: torch.Tensor) -> torch.Tensor:
+    if has_kernels(logits_CV):
+        weights_C = torch.zeros(len(labels_C), dtype=torch.float64, device=labels_C.device)
+        return kernels("cross_entropy").cross_entropy(logits_CV, labels_C, weights_C, False)
+    logits_CV = logits_CV.to(torch.promote_types(logits_CV.dtype, torch.float32))
+    return -torch.log_softmax(logits_CV, dim=-1).gather(1, labels_C[:, None])[:, 0]
+
+
 def _grad(
     logits_CV: torch.Tensor, label_C1: torch.Tensor, weight_C1: torch.Tensor, weight_VD: torch.Tensor
 ) -> torch.Tensor:

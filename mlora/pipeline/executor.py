@@ -1,8 +1,9 @@
 """The interpreter of a stage's row: one loop for one stage or many, in a process or over a network.
 
-Messages. Down with F: the rows ``[T, D]`` of the microbatch, then three float64 numbers for each STEP that the position
-carries (rate, coefficient, skip, save). Up with B: dX ``[T, D]``, then for each step that ends in the microbatch Σ loss and
-Σ grad² of every layer from the sender's first to the model's last. Shapes follow from the stream, so none travels.
+Messages. Down with F or E: the rows ``[T, D]`` of the microbatch, then five float64 numbers for each STEP that the
+position carries (rate, coefficient, skip, save, keep). Up with B: dX ``[T, D]``, then for each step that ends in the
+microbatch Σ loss and Σ grad² of every layer from the sender's first to the model's last. Up behind E: the scores of the
+microbatch's samples, ``[samples, 2]``. Shapes follow from the stream, so none travels.
 
 Poison. A stage that cannot compute a microbatch (out of memory, an exception) sends zeros of the planned shape with a
 note of what happened; the other stages pass the note on instead of computing, so no receive is left open, and stage 0
@@ -35,13 +36,14 @@ _AHEAD = 8  # actions of the row that are looked at early, so that their receive
 
 @dataclass(frozen=True, kw_only=True)
 class Entry:
-    """A change of the stream that every stage meets at the same point: before a position, or right behind a STEP.
+    """A change of the stream that every stage meets at the same point: before a position, or beside a STEP.
 
-    An adapter joins or leaves its slot, its unfinished step is dropped ("reset"), or what it is after ``step`` is saved.
+    An adapter joins or leaves its slot, its unfinished step is dropped ("reset"), what it is after ``step`` is saved
+    (right behind that STEP), or its weights after ``step`` are kept as its best (right before the next STEP).
     Who joins brings its ``config`` and ``targets``; ``restored``: from a checkpoint, whose tensors follow.
     """
 
-    kind: Literal["join", "leave", "reset", "save"]
+    kind: Literal["join", "leave", "reset", "save", "keep"]
     slot: int
     adapter: int
     step: int = -1
@@ -75,6 +77,8 @@ class Decider(Protocol):
     def close_step(
         self, position: int, segment: Segment, loss_sum: float, squares: Sequence[float]
     ) -> StepDecision: ...
+
+    def evaluated(self, microbatch: Microbatch, scores: Sequence[Sequence[float]]) -> None: ...
 
     def poisoned(self, microbatch: Microbatch, note: str) -> None: ...
 
@@ -171,11 +175,13 @@ class Executor:
     def _forward_specs(self, index: int) -> list[Spec]:
         position = self._positions[index]
         specs = [self._rows_spec(position.microbatch)] if position.microbatch else []
-        return [*specs, Spec((len(position.steps), 4), torch.float64)] if position.steps else specs
+        return [*specs, Spec((len(position.steps), 5), torch.float64)] if position.steps else specs
 
     def _backward_specs(self, index: int) -> list[Spec]:
         microbatch = self._positions[index].microbatch
         assert microbatch is not None
+        if self._positions[index].forward_only:
+            return [_scores_spec(microbatch)]
         ended = len(_ended(microbatch))
         numbers = 1 + self._layers[-1] - self._layers[self._index + 1]
         specs = [self._rows_spec(microbatch)]
@@ -190,15 +196,15 @@ class Executor:
         if position.microbatch:
             self._arrived[position.index] = tensors.pop(0)
         for ref, numbers in zip(position.steps, tensors[0].tolist() if position.steps else [], strict=True):
-            rate, coefficient, skip, save = numbers
-            self._decisions[ref] = StepDecision(rate, coefficient, bool(skip), bool(save))
+            rate, coefficient, *flags = numbers
+            self._decisions[ref] = StepDecision(rate, coefficient, *map(bool, flags))
 
     def _send_forward(self, action: Action) -> None:
         position = self._positions[_place(action)]
         tensors = [self._leaving.pop(position.index)] if position.microbatch else []
         if position.steps:
             decisions = [self._decisions.pop(ref) for ref in position.steps]
-            rows = [(d.learning_rate, d.coefficient, float(d.skip), float(d.save)) for d in decisions]
+            rows = [(d.learning_rate, d.coefficient, d.skip, d.save, d.keep) for d in decisions]
             tensors.append(torch.tensor(rows, dtype=torch.float64, device=self._stage.model.device))
         assert self._transport is not None
         self._transport.send(Direction.FORWARD, tensors, self._poison.get(position.index, ""))
@@ -206,6 +212,10 @@ class Executor:
     def _receive_backward(self, action: Action) -> None:
         index = _place(action)
         tensors = self._take("RECV_B", index)
+        if self._positions[index].forward_only:
+            self._leaving[index] = tensors[0]
+            self._take_scores(action)
+            return
         self._arrived[index] = tensors[0]
         ended = _ended(action.microbatch)
         for segment, (loss, *squares) in zip(ended, tensors[1].tolist() if ended else [], strict=True):
@@ -214,7 +224,8 @@ class Executor:
     def _send_backward(self, action: Action) -> None:
         index = _place(action)
         tensors = [self._leaving.pop(index)]
-        ended = [self._sums.pop(_ref(segment)) for segment in _ended(action.microbatch)]
+        trains = self._positions[index].trains
+        ended = [self._sums.pop(_ref(segment)) for segment in _ended(action.microbatch)] if trains else []
         if ended:
             rows = [(sums.loss, *sums.squares) for sums in ended]
             tensors.append(torch.tensor(rows, dtype=torch.float64, device=self._stage.model.device))
@@ -222,17 +233,39 @@ class Executor:
         self._transport.send(Direction.BACKWARD, tensors, self._poison.pop(index, ""))
 
     def _forward(self, action: Action) -> None:
-        self._compute(action, self._stage.forward)
+        out_TD = self._compute(action, self._stage.forward)
+        if not self._stage.model.is_last:
+            self._leaving[_place(action)] = self._zeros(action) if out_TD is None else out_TD
 
     def _evaluate(self, action: Action) -> None:
-        self._compute(action, self._stage.evaluate)
+        out = self._compute(action, self._stage.score)
+        if not self._stage.model.is_last:
+            self._leaving[_place(action)] = self._zeros(action) if out is None else out
+            return
+        assert action.microbatch is not None
+        spec = _scores_spec(action.microbatch)
+        scores = torch.zeros(spec.shape, dtype=spec.dtype) if out is None else out
+        self._leaving[_place(action)] = scores.to(self._stage.model.device)
+        self._take_scores(action)
 
-    def _compute(self, action: Action, work: Callable[[Batch, torch.Tensor | None], torch.Tensor | None]) -> None:
+    def _take_scores(self, action: Action) -> None:
+        """On stage 0, where an evaluation's scores end."""
+        if self._decider is None:
+            return
+        index, microbatch = _place(action), action.microbatch
+        assert microbatch is not None
+        scores = self._leaving.pop(index)
+        if index in self._poison:
+            self._decider.poisoned(microbatch, self._poison.pop(index))
+        else:
+            self._decider.evaluated(microbatch, scores.tolist())
+
+    def _compute(
+        self, action: Action, work: Callable[[Batch, torch.Tensor | None], torch.Tensor | None]
+    ) -> torch.Tensor | None:
         index, batch = _place(action), self._batch(action)
         x_TD = self._arrived.pop(index, None)
-        out = self._attempt(action, lambda: work(batch, x_TD))
-        if not self._stage.model.is_last:
-            self._leaving[index] = self._zeros(action) if out is None else out
+        return self._attempt(action, lambda: work(batch, x_TD))
 
     def _backward(self, action: Action) -> None:
         index = _place(action)
@@ -282,6 +315,8 @@ class Executor:
         if self._decider is not None:
             sums = self._sums.pop(ref)
             self._decisions[ref] = self._decider.close_step(sums.position, sums.segment, sums.loss, sums.squares)
+        if self._decisions[ref].keep:
+            self._meet(Entry(kind="keep", slot=ref.slot, adapter=ref.adapter, step=ref.step - 1))
         self._stage.step(ref.slot, self._decisions[ref])
         if self._decisions[ref].save:
             self._meet(Entry(kind="save", slot=ref.slot, adapter=ref.adapter, step=ref.step))
@@ -313,6 +348,10 @@ def _place(action: Action) -> int:
 def _ended(microbatch: Microbatch | None) -> list[Segment]:
     assert microbatch is not None
     return [segment for segment in microbatch.segments if segment.ends_step]
+
+
+def _scores_spec(microbatch: Microbatch) -> Spec:
+    return Spec((len(microbatch.sample_lengths()), 2), torch.float64)
 
 
 def _ref(segment: Segment) -> StepRef:

@@ -17,7 +17,7 @@ import torch
 from mlora.adapters.optimizer import Optimizer
 from mlora.adapters.state import AdapterState
 from mlora.ops.batch_lora import LinearBank
-from mlora.ops.cross_entropy import CHUNK_ROWS, linear_cross_entropy
+from mlora.ops.cross_entropy import CHUNK_ROWS, linear_cross_entropy, linear_cross_entropy_scores
 from mlora.ops.devices import Fetched, sent
 from mlora.ops.exact import exact_sum
 from mlora.ops.routing import NOBODY
@@ -146,11 +146,19 @@ class Stage:
 
     @torch.no_grad()
     def evaluate(self, batch: Batch, x_TD: torch.Tensor | None = None) -> torch.Tensor:
-        """E: forward only, without dropout; on the last stage the logits [T, V], else the rows for the next stage."""
-        model = self.model
-        x_TD = model.embed(batch.input_ids_T) if x_TD is None else x_TD
-        out = model.infer(x_TD, model.pack(batch.microbatch, dropout=False), self._banks)
-        return model.norm(out) @ model.head_VD.T if model.is_last else out
+        """Forward only, without dropout; on the last stage the logits [T, V], else the rows for the next stage."""
+        out = self._infer(batch, x_TD)
+        return self.model.norm(out) @ self.model.head_VD.T if self.model.is_last else out
+
+    @torch.no_grad()
+    def score(self, batch: Batch, x_TD: torch.Tensor | None = None) -> torch.Tensor:
+        """E: forward only, without dropout; the rows for the next stage, on the last one the samples' scores.
+
+        Scores are float64 [samples, 2] on the host: Σ loss of a sample's target tokens, rounded once, and how many of
+        them have the largest logit. A sample's scores do not depend on the microbatch that it travels in.
+        """
+        out_TD = self._infer(batch, x_TD)
+        return self._scores(batch, out_TD) if self.model.is_last else out_TD
 
     def forget(self, index: int) -> None:
         """Drop what is kept of microbatch ``index``, which could not be computed here or on another stage."""
@@ -185,6 +193,23 @@ class Stage:
     def _run(self, x_TD: torch.Tensor, packed: Any) -> tuple[torch.Tensor, Any]:
         return self.model.forward(x_TD, packed, self._banks, self._recompute)
 
+    def _infer(self, batch: Batch, x_TD: torch.Tensor | None) -> torch.Tensor:
+        x_TD = self.model.embed(batch.input_ids_T) if x_TD is None else x_TD
+        return self.model.infer(x_TD, self.model.pack(batch.microbatch, dropout=False), self._banks)
+
+    def _scores(self, batch: Batch, out_TD: torch.Tensor) -> torch.Tensor:
+        rows_N, labels_N, _ = _targets(batch, self._scale)
+        hidden_ND = self.model.norm(out_TD[rows_N])
+        nll_N, correct_N = linear_cross_entropy_scores(hidden_ND, self.model.head_VD, labels_N)
+        losses, correct = nll_N.double().tolist(), correct_N.tolist()
+        scores, start = [], 0
+        for segment in batch.microbatch.segments:
+            for _, first, last in segment.sample_rows():
+                stop = start + int((batch.targets_T[first:last] != IGNORE).sum())
+                scores.append((exact_sum(losses[start:stop]), float(sum(correct[start:stop]))))
+                start = stop
+        return torch.tensor(scores, dtype=torch.float64)
+
     def _close(self, slot: int) -> _Closing:
         losses, self._losses[slot] = self._losses[slot], []
         loss = torch.cat(losses) if losses else torch.zeros(0)
@@ -202,9 +227,9 @@ class Stage:
         count = int((batch.targets_T != IGNORE).sum())
         return torch.zeros_like(out_TD).index_copy_(0, rows_N[:count], dout_ND[:count])
 
-    def snapshot(self, slot: int) -> dict[str, torch.Tensor]:
+    def snapshot(self, slot: int, moments: bool = True) -> dict[str, torch.Tensor]:
         """Host copies of the slot's matrices, moments and AdamW's count, see ``Optimizer.snapshot``."""
-        return self._optimizers[slot].snapshot()
+        return self._optimizers[slot].snapshot(moments)
 
     def restore(self, slot: int, tensors: Mapping[str, torch.Tensor]) -> None:
         """Put a snapshot, perhaps of other stages, into the slot."""

@@ -8,21 +8,25 @@ from tests.pure.schedule_helpers import plans, stream
 schedules = pytest.importorskip("torch.distributed.pipelining.schedules")
 
 
-def for_torch(row, messages):
-    """The row in torch's terms: it knows no STEP, takes E for an F, and wants one before an empty carrier is sent."""
+def for_torch(row, messages, scored):
+    """The row in torch's terms: it knows no STEP, takes E for an F, and wants one before an empty carrier is sent; and
+    a B before the scores of an evaluation are."""
     names = []
     for action in row:
         if action.kind == "STEP":
             continue
         if action.kind == "SEND_F" and action.position in messages:
             names.append(f"{action.stage}F{action.position}")
+        if action.kind == "SEND_B" and action.position in scored:
+            names.append(f"{action.stage}B{action.position}")
         names.append(str(action).replace("E", "F") if action.kind == "E" else str(action))
     return [schedules._Action.from_str(name) for name in names]
 
 
 def simulated(positions, flight, edit=lambda row: row):
     messages = {position.index for position in positions if position.microbatch is None and position.steps}
-    order = {stage: edit(for_torch(row, messages)) for stage, row in enumerate(rows(positions, flight))}
+    scored = {position.index for position in positions if position.forward_only}
+    order = {stage: edit(for_torch(row, messages, scored)) for stage, row in enumerate(rows(positions, flight))}
     return order, schedules._simulate_comms_compute(order, lambda stage: stage, len(flight))
 
 

@@ -8,7 +8,7 @@ import random
 import time
 from collections.abc import Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,7 +26,6 @@ from mlora.engine.requests import Requests
 from mlora.pipeline.executor import Entry, Executor, Window
 from mlora.pipeline.schedule import (
     CostModel,
-    Evaluation,
     Position,
     StageRow,
     Stream,
@@ -43,7 +42,7 @@ from mlora.pipeline.transport.base import Transport, TransportError
 from mlora.pipeline.transport.control import Control
 from mlora.pipeline.transport.distributed import distributed_control, distributed_transport
 from mlora.pipeline.transport.local import local_controls, local_transports
-from mlora.types import Microbatch, SampleRef, StepDecision, StepPlan
+from mlora.types import Microbatch, StepDecision
 
 STAGES = 4
 FORWARD_S, BACKWARD_S = 0.012, 0.024
@@ -113,10 +112,14 @@ class SleepingStage:
 
     def forward(self, batch: Batch, x_TD: torch.Tensor | None = None) -> torch.Tensor | None:
         self._flights[batch.microbatch.index] = batch.microbatch
-        out_TD = self.evaluate(batch, x_TD)
+        out_TD = self._through(batch)
         return None if self.model.is_last else out_TD
 
-    def evaluate(self, batch: Batch, x_TD: torch.Tensor | None = None) -> torch.Tensor:
+    def score(self, batch: Batch, x_TD: torch.Tensor | None = None) -> torch.Tensor:
+        out_TD = self._through(batch)
+        return torch.ones(len(batch.microbatch.sample_lengths()), 2).double() if self.model.is_last else out_TD
+
+    def _through(self, batch: Batch) -> torch.Tensor:
         assert all(self._slots[segment.slot] == segment.adapter for segment in batch.microbatch.segments)
         time.sleep(COSTS.forward(self._index, batch.microbatch.rows))
         return torch.zeros(batch.microbatch.rows, WIDTH)
@@ -136,8 +139,8 @@ class SleepingStage:
 class StubData:
     """Rows of random lengths, all of whose tokens are trained."""
 
-    def __init__(self, seed: int) -> None:
-        self.lengths = np.random.default_rng(seed).integers(20, 61, 40)
+    def __init__(self, seed: int, rows: int = 40) -> None:
+        self.lengths = np.random.default_rng(seed).integers(20, 61, rows)
         self.target_tokens = self.lengths - 1
 
     def __len__(self) -> int:
@@ -151,21 +154,20 @@ class StubData:
 class EvaluatedRun(AdapterRun):
     """An adapter that is evaluated on a few rows after every fourth step."""
 
-    evaluated: set[int] = field(default_factory=set)
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._evaluation_planned = -1  # some are evaluated before their first step too
 
-    def next_step(self) -> StepPlan | None:
-        version = self._planned - 1
-        if version % 4 == self.index % 4 and version not in self.evaluated and self.state == "training":
-            self.evaluated.add(version)
-            samples = tuple(SampleRef(i, i, int(self.data.lengths[i])) for i in range(3))
-            return Evaluation(self.index, version, samples, sum(sample.length for sample in samples))
-        return super().next_step()
+    def _evaluates(self, done: int) -> bool:
+        return (done - 1) % 4 == self.index % 4
 
 
 class QuietRecorder:
     def start(self, adapter: str, earlier: object, config: object) -> None: ...
 
     def step(self, report: StepReport, config: object) -> None: ...
+
+    def evaluation(self, report: object) -> None: ...
 
 
 def _config(steps: tuple[int, ...]) -> RunConfig:
@@ -179,7 +181,8 @@ def _config(steps: tuple[int, ...]) -> RunConfig:
 
 def _coordinator(config: RunConfig, flight: tuple[int, ...]) -> Coordinator:
     adapters = [
-        EvaluatedRun(index=i, config=adapter, data=StubData(i), targets=()) for i, adapter in enumerate(config.adapters)
+        EvaluatedRun(index=i, config=adapter, data=StubData(i), targets=(), held_out=StubData(i, rows=3))
+        for i, adapter in enumerate(config.adapters)
     ]
 
     def on_step(report: StepReport) -> str | None:

@@ -98,6 +98,15 @@ BAD = {
         "adapters[a].target_modules: 'lm_head' is not supported: embedding and head",
     ),
     "embedding": ({"target_modules": ["model.embed_tokens"]}, "'model.embed_tokens' is not supported"),
+    "two to evaluate on": ({"val_size": 0.1, "eval_dataset": "x.jsonl"}, "eval_dataset and val_size both name rows"),
+    "half a row": ({"val_size": 1.5}, "adapters[a].val_size: 1.5 is neither a share below 1 nor a number of rows"),
+    "no shares": ({"eval_steps": []}, "adapters[a].eval_steps: a list holds shares"),
+    "share above 1": ({"eval_steps": [0.5, 20]}, "adapters[a].eval_steps: a list holds shares"),
+    "half a step": ({"eval_steps": 2.5}, "adapters[a].eval_steps: 2.5 is neither"),
+    "never": ({"eval_steps": 0}, "adapters[a].eval_steps: 0 is neither"),
+    "no patience": ({"val_size": 1, "early_stopping_patience": 0}, "early_stopping_patience: 0 is not a positive"),
+    "best of nothing": ({"load_best_model_at_end": True}, "load_best_model_at_end: needs rows to evaluate on"),
+    "patience with nothing": ({"early_stopping_patience": 2}, "early_stopping_patience: needs rows to evaluate on"),
     "layers of a pattern": ({"target_modules": ".*q_proj", "layers_to_transform": 1}, "works with a list of target"),
     "pissa": (
         {"init_lora_weights": "pissa_niter_4"},
@@ -342,7 +351,8 @@ def test_adding_a_key_is_a_decision():
         "name dataset r lora_alpha lora_dropout target_modules exclude_modules layers_to_transform use_rslora "
         "init_lora_weights learning_rate lr_scheduler_type warmup_steps num_train_epochs max_steps "
         "per_device_train_batch_size gradient_accumulation_steps max_grad_norm optim weight_decay adam_beta1 "
-        "adam_beta2 adam_epsilon seed max_length logging_steps max_nonfinite_steps"
+        "adam_beta2 adam_epsilon seed max_length logging_steps max_nonfinite_steps eval_dataset val_size eval_steps "
+        "load_best_model_at_end early_stopping_patience early_stopping_threshold"
     )
 
 
@@ -360,6 +370,9 @@ def test_adding_a_flag_is_a_decision():
         "add": "-h --help run_dir file",
         "stop": "-h --help run_dir name",
         "verify": "-h --help output_dir",
+        "check": "-h --help config --set",
+        "schema": "-h --help",
+        "init": "-h --help files --output --base-model",
         "env": "-h --help",
     }
 

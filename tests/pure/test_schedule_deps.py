@@ -40,10 +40,10 @@ the schedule cannot go on:
     12  0SEND_F4   1RECV_B1  [2RECV_F4]
     13  0RECV_B2   1B1        2STEP0.0
     14  0B2       [1RECV_F4]  2E4
-    15  0STEP1.0   1SEND_B1   2RECV_F5
-    16  0E5        1RECV_B2   2STEP1.0
-    17  0SEND_F5   1B2        2E5
-    18  0F6        1SEND_B2   2RECV_F6"""
+    15  0STEP1.0   1SEND_B1   2SEND_B4
+    16  0E5        1RECV_B2   2RECV_F5
+    17  0SEND_F5   1B2        2STEP1.0
+    18  0F6        1SEND_B2   2E5"""
 
 EDGES = [
     "F after RECV_F",
@@ -55,13 +55,15 @@ EDGES = [
     "B after B",
     "STEP after B(0)",
     "STEP after RECV_F",
-    "STEP after E",
+    "STEP after RECV_B",
     "SEND_F after F",
     "SEND_F after E",
     "SEND_F after RECV_F",
     "SEND_F after STEP",
     "RECV_F after SEND_F",
     "SEND_B after B",
+    "SEND_B after E",
+    "SEND_B after RECV_B",
     "RECV_B after SEND_B",
 ]
 
@@ -110,13 +112,16 @@ def test_edges_are_those_of_the_specification():
         ("1B1", "1F1 1RECV_B1 1B0"),
         ("0STEP0.0", "0B0 0B1"),
         ("1STEP0.0", "0B0 0B1 1RECV_F4"),
-        ("1STEP0.1", "0B7 1RECV_F10 1E4 1E5"),
+        ("0STEP0.1", "0B7 0RECV_B4 0RECV_B5"),
+        ("1STEP0.1", "0B7 1RECV_F10"),
         ("2E4", "2RECV_F4 2STEP0.0"),
         ("0SEND_F4", "0E4 0STEP0.0"),
         ("1SEND_F10", "1RECV_F10"),
         ("1RECV_F10", "0SEND_F10"),
         ("1SEND_B0", "1B0"),
         ("0RECV_B0", "1SEND_B0"),
+        ("2SEND_B4", "2E4"),
+        ("1SEND_B4", "1RECV_B4"),
     ],
 )
 def test_deps_of(action, before):
@@ -189,6 +194,7 @@ def test_steps_from_before_the_stream_count_as_done():
     for name in ("0E1", "0F3"):
         assert [str(other) for other in deps(parse(name), whole)] == ["0STEP0.0"]
         assert deps(parse(name), rest) == []
+    assert [str(other) for other in deps(parse("0STEP0.1"), whole)] == ["0B3", "0E1", "0E2"]
     positions = stream(Planner(64, in_flight(2)), [plans(0, [[60], [60]])])
     check(rows(positions[1:], in_flight(2)), Stream(positions[1:], 2))
 

@@ -15,12 +15,13 @@ def test_rows_of_two_stages_with_an_evaluation_and_an_empty_carrier():
     assert text(first) == (
         "0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B0 0B0 0STEP0.0 "  # w(0) = 2: B0 behind F1
         "0E2 0SEND_F2 0RECV_B1 0B1 0STEP1.0 "  # an evaluation at version 0 carries STEP 0
-        "0E3 0SEND_F3 0F4 0SEND_F4 0RECV_B4 0B4 0STEP1.1 "  # the evaluation is 80 rows: two microbatches
+        "0E3 0SEND_F3 0RECV_B2 "  # the evaluation is 80 rows: two microbatches, whose scores come up
+        "0F4 0SEND_F4 0RECV_B3 0RECV_B4 0B4 0STEP1.1 "
         "0SEND_F6"  # nothing follows: an empty carrier
     )
     assert text(last) == (
-        "1RECV_F0 1F0 1B0 1SEND_B0 1RECV_F1 1F1 1B1 1SEND_B1 1RECV_F2 1STEP0.0 1E2 1RECV_F3 1STEP1.0 1E3 "
-        "1RECV_F4 1F4 1B4 1SEND_B4 1RECV_F6 1STEP1.1"
+        "1RECV_F0 1F0 1B0 1SEND_B0 1RECV_F1 1F1 1B1 1SEND_B1 1RECV_F2 1STEP0.0 1E2 1SEND_B2 "
+        "1RECV_F3 1STEP1.0 1E3 1SEND_B3 1RECV_F4 1F4 1B4 1SEND_B4 1RECV_F6 1STEP1.1"
     )
 
 

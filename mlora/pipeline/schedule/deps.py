@@ -17,7 +17,8 @@ def deps(action: Action, stream: Stream) -> list[Action]:
 
 def edges(action: Action, stream: Stream) -> Iterator[tuple[str, Action]]:
     """The edges behind ``deps``, each with its name. All are within a row or from a send to its receive, but for
-    "STEP after B(0)" on stages behind the first, which the carrier of the coefficient brings about.
+    "STEP after B(0)" on stages behind the first, which the carrier of the coefficient brings about. It also sees to it
+    that a STEP there comes after every E at the version before, since stage 0 has had their scores.
     """
     kind, stage, index = action.kind, action.stage, action.position
     if action.step is not None:
@@ -26,8 +27,9 @@ def edges(action: Action, stream: Stream) -> Iterator[tuple[str, Action]]:
             yield "STEP after B(0)", _at("B", 0, other)
         if stage > 0:
             yield "STEP after RECV_F", _at("RECV_F", stage, stream.carriers[adapter, step])
-        for other in stream.evaluated.get((adapter, step - 1), ()):
-            yield "STEP after E", _at("E", stage, other)
+        for other in stream.evaluated.get((adapter, step - 1), ()) if stage == 0 else ():
+            scores: Kind = "RECV_B" if stream.stages > 1 else "E"  # what the decision counts on
+            yield f"STEP after {scores}", _at(scores, 0, other)
         return
     assert index is not None
     position = stream.positions[index]
@@ -59,7 +61,12 @@ def edges(action: Action, stream: Stream) -> Iterator[tuple[str, Action]]:
     elif kind == "RECV_F":
         yield "RECV_F after SEND_F", _at("SEND_F", stage - 1, index)
     elif kind == "SEND_B":
-        yield "SEND_B after B", _at("B", stage, index)
+        if position.trains:
+            yield "SEND_B after B", _at("B", stage, index)
+        elif stage < stream.stages - 1:
+            yield "SEND_B after RECV_B", _at("RECV_B", stage, index)
+        else:
+            yield "SEND_B after E", _at("E", stage, index)
     elif kind == "RECV_B":
         yield "RECV_B after SEND_B", _at("SEND_B", stage + 1, index)
 

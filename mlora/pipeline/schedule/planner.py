@@ -25,7 +25,8 @@ _ALONE = 4  # with this many times w(0) - 1 microbatches in its step, a lone ada
 class Evaluation(StepPlan):
     """Samples to run forward only, at the version after ``step`` (-1: before any); comes between two StepPlans.
 
-    Its segments' ``ends_step`` marks the evaluation's last microbatch; no STEP follows.
+    Its segments' ``ends_step`` marks the evaluation's last microbatch; no STEP follows. The next step may stand right
+    behind it: what it came to is known on stage 0 before that step's STEP.
     """
 
 
@@ -162,7 +163,7 @@ class Planner:
     def _note(self, line: _Line, segment: Segment) -> None:
         """What follows from a segment at this position: its slot is in use, a later position carries its STEP."""
         index, gap = self._index, 1 if line.forward_only else self._gap
-        self._busy[line.slot] = index + gap - 1
+        self._busy[line.slot] = index + self._gap - 1
         if not segment.ends_step:
             return
         if not line.forward_only and self._stages > 1:

@@ -35,8 +35,8 @@ class StageRow:
         self._recent.append(position)
         actions = self._forward(position) if position.has_message else []
         oldest = self._recent[0]
-        if len(self._recent) == self._recent.maxlen and oldest.trains:
-            actions += self._backward(oldest)
+        if len(self._recent) == self._recent.maxlen and oldest.microbatch is not None:
+            actions += self._backward(oldest) if oldest.trains else self._scores(oldest)
         return actions
 
     def _forward(self, position: Position) -> list[Action]:
@@ -57,6 +57,11 @@ class StageRow:
         assert position.microbatch is not None
         ended = [segment for segment in position.microbatch.segments if segment.ends_step]
         return actions + [self._step(StepRef(adapter=x.adapter, slot=x.slot, step=x.step)) for x in ended]
+
+    def _scores(self, position: Position) -> list[Action]:
+        """What an evaluation came to goes up as gradients do, so stage 0 has it before it decides the next STEP."""
+        actions = [] if self._is_last else [self._at("RECV_B", position)]
+        return actions if self._is_first else [*actions, self._at("SEND_B", position)]
 
     def _at(self, kind: Kind, position: Position) -> Action:
         return Action(stage=self.stage, kind=kind, position=position.index, microbatch=position.microbatch)

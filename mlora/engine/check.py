@@ -1,0 +1,162 @@
+"""``mlora check``: reads and tokenizes all that a run would, and shows what it would train on. Trains nothing."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from transformers import PreTrainedTokenizerFast
+
+from mlora.config import RunConfig
+from mlora.data import TokenData
+from mlora.engine.adapter_run import AdapterRun
+from mlora.engine.evaluation import is_due
+from mlora.engine.output import check_inputs
+from mlora.engine.prepare import prepare_adapter
+from mlora.models.spec import ModelSpec, linear_shapes, load_spec
+from mlora.models.tokenizer import load_tokenizer
+from mlora.models.weights import Checkpoint, resolve_base_model
+from mlora.types import IGNORE, UserError
+
+_SAMPLES = 3
+_SHOWN = 1200  # characters of a sample; of a longer one the beginning and the end are shown
+_BINS, _BAR = 8, 40
+_PROBE = "Aa éÅ ß ñ ж 中 あ 한 ע 🙂 ½ “”\t\n  x"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Check:
+    """What was found. ``adapters`` are the texts by name, ``errors`` what would keep a run from starting."""
+
+    adapters: dict[str, str]
+    errors: tuple[str, ...]
+
+
+def check(config: RunConfig) -> Check:
+    """Look at all adapters, also behind one that is at fault. Raises UserError for the model or the whole run."""
+    check_inputs(config)
+    folder = resolve_base_model(config.base_model)
+    spec = load_spec(folder)
+    Checkpoint(folder, spec)
+    tokenizer = load_tokenizer(folder, spec.vocab_size)
+    for warning in tokenizer_warnings(tokenizer):
+        print(f"warning: {warning}", flush=True)
+    texts, errors = {}, []
+    for index, adapter in enumerate(config.adapters):
+        try:
+            texts[adapter.name] = "\n".join(_lines(prepare_adapter(index, adapter, spec, tokenizer), spec, tokenizer))
+        except UserError as error:
+            errors.append(str(error))
+    return Check(adapters=texts, errors=tuple(errors))
+
+
+def tokenizer_warnings(tokenizer: PreTrainedTokenizerFast) -> list[str]:
+    """What is unusual about the tokenizer, in a line each."""
+    found = []
+    if tokenizer.pad_token_id is not None and tokenizer.pad_token_id == tokenizer.eos_token_id:
+        found.append(
+            f"the tokenizer's pad token is its end of sequence {tokenizer.eos_token!r}: harmless here, where nothing "
+            "is padded, but some programs then never learn the end"
+        )
+    ids = tokenizer(_PROBE, add_special_tokens=False).input_ids
+    back = tokenizer.decode(ids, clean_up_tokenization_spaces=False)
+    lost = sorted(set(_PROBE) - set(back))
+    if lost:
+        found.append(f"the tokenizer loses characters, such as {' '.join(map(repr, lost[:8]))}")
+    return found
+
+
+def _lines(adapter: AdapterRun, spec: ModelSpec, tokenizer: PreTrainedTokenizerFast) -> Iterator[str]:
+    data, stats = adapter.data, adapter.data.stats
+    dropped = ", ".join(f"{count:,} {reason}" for reason, count in sorted(stats.dropped.items())) or "none"
+    yield f"rows       {stats.rows:,} read, {stats.kept:,} kept, {stats.truncated:,} of them cut at their end"
+    yield f"dropped    {dropped}"
+    yield f"tokens     {stats.tokens:,}, trained {stats.target_tokens:,} ({stats.target_tokens / stats.tokens:.1%})"
+    yield from _labelled("lengths", _histogram(data.lengths))
+    yield from _labelled("modules", _modules(adapter, spec))
+    yield from _labelled("training", _training(adapter))
+    yield from _labelled("warning", _warnings(adapter, tokenizer))
+    for number, index in enumerate(_spread(len(data)), 1):
+        title = f"sample {number}: {data.lengths[index]} tokens, {data.target_tokens[index]} of them trained"
+        yield f"{title}; trained text stands in [[ ]]"
+        yield from (f"  | {line}" for line in _marked(data, index, tokenizer).split("\n"))
+
+
+def _labelled(label: str, lines: Sequence[str]) -> Iterator[str]:
+    for line in lines:
+        yield f"{label:<10} {line}"
+        label = ""
+
+
+def _histogram(lengths: np.ndarray) -> list[str]:
+    """Rows by their number of tokens, in bins of equal width."""
+    low, high = int(lengths.min()), int(lengths.max())
+    width = max(1, -(-(high - low + 1) // _BINS))
+    counts = np.bincount((lengths - low) // width)
+    digits = len(f"{high + width:,}")
+    return [
+        f"{low + i * width:>{digits},} - {low + (i + 1) * width - 1:>{digits},}  "
+        f"{'#' * -(-int(count) * _BAR // int(counts.max())):<{_BAR}} {count:,}"
+        for i, count in enumerate(counts)
+    ]
+
+
+def _modules(adapter: AdapterRun, spec: ModelSpec) -> list[str]:
+    shapes = linear_shapes(spec)
+    kinds = Counter(name.split(".")[-1] for name in adapter.targets)
+    parameters = sum(adapter.config.r * sum(shapes[kind]) * count for kind, count in kinds.items())
+    matched = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
+    return [
+        f"{len(adapter.targets)} matched: {matched}",
+        f"r {adapter.config.r}: {parameters:,} parameters are trained",
+    ]
+
+
+def _training(adapter: AdapterRun) -> list[str]:
+    config, total = adapter.config, adapter.total_steps
+    epochs = adapter.sampler.epoch(total - 1)
+    lines = [f"{total:,} steps of {config.rows_per_step} rows, {epochs:.2f} epochs of {len(adapter.data):,} rows"]
+    if adapter.held_out is not None:
+        due = [done for done in range(1, total + 1) if is_due(config, done, total)]
+        shown = ", ".join(map(str, due[:3])) + (" …" if len(due) > 4 else "") + (f", {due[-1]}" if len(due) > 3 else "")
+        lines.append(f"evaluated on {len(adapter.held_out):,} held-out rows behind steps {shown}")
+    return lines
+
+
+def _warnings(adapter: AdapterRun, tokenizer: PreTrainedTokenizerFast) -> list[str]:
+    """What the data say; the lines about deployment and lengths are printed as before a run."""
+    data, config = adapter.data, adapter.config
+    found = []
+    unknown = tokenizer.unk_token_id
+    if unknown is not None and unknown != tokenizer.eos_token_id:
+        lost = sum(int((data.sample(i)[0] == unknown).sum()) for i in range(len(data)))
+        found += [f"{lost:,} unknown tokens: the tokenizer loses characters of this data"] if lost else []
+    if data.stats.truncated:
+        share = data.stats.truncated / data.stats.kept
+        found.append(f"{share:.1%} of the rows are cut at max_length {config.max_length}; raise it, or split the rows")
+    if len(data) < config.rows_per_step:
+        found.append(f"a step takes {config.rows_per_step} rows and there are {len(data)}: each step is a whole epoch")
+    return found
+
+
+def _spread(rows: int) -> list[int]:
+    """The first, a middle and the last row."""
+    return sorted({0, rows // 2, rows - 1})[:_SAMPLES]
+
+
+def _marked(data: TokenData, index: int, tokenizer: PreTrainedTokenizerFast) -> str:
+    """A row's text, special tokens and all; each unbroken run of trained tokens in [[ ]]."""
+    ids, labels = (part.tolist() for part in data.sample(index))
+    pieces: list[tuple[bool, list[int]]] = []
+    for token, label in zip(ids, labels, strict=True):
+        trained = label != IGNORE
+        if not pieces or pieces[-1][0] != trained:
+            pieces.append((trained, []))
+        pieces[-1][1].append(token)
+    texts = ((trained, tokenizer.decode(run, clean_up_tokenization_spaces=False)) for trained, run in pieces)
+    whole = "".join(f"[[{text}]]" if trained else str(text) for trained, text in texts)
+    if len(whole) <= _SHOWN:
+        return whole
+    return f"{whole[: _SHOWN // 2]}\n… {len(whole) - _SHOWN:,} characters …\n{whole[-_SHOWN // 2 :]}"

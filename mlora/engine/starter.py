@@ -1,0 +1,89 @@
+"""``mlora init``: a commented configuration to begin with, for data files that are there."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from mlora.config import load_config
+from mlora.data import read_rows
+from mlora.tasks.formats import FORMATS, guess_format
+from mlora.types import UserError
+
+_HEAD = """\
+# Paths count from this file's folder. `mlora check {file}` shows what would be trained on, `mlora train {file}` trains.
+# All keys: `mlora schema`.
+base_model: {base_model}  # a local folder with safetensors, or a hub id
+output_dir: runs/{run}
+
+defaults:                          # for every adapter below; an adapter's own keys come first
+  r: 16                            # more: more to learn with, larger files
+  lora_alpha: 32
+  target_modules: all-linear
+  learning_rate: 2e-4
+  num_train_epochs: 3              # or max_steps: 200
+  per_device_train_batch_size: 8   # rows of a step, whatever the number of processes
+  max_length: 1024                 # tokens; longer rows are cut at their end
+  # lora_dropout: 0.05
+  # val_size: 0.1                  # a share of the rows is held out and evaluated on
+  # eval_steps: 0.1                # every tenth of the steps
+  # load_best_model_at_end: true   # export the step with the lowest eval_loss
+  # early_stopping_patience: 3
+
+adapters:
+"""
+_ADAPTER = """\
+  - name: {name}
+    dataset: {path}  # {format}: {columns}
+"""
+
+
+def write_starter(files: Sequence[Path], config: Path, base_model: str) -> list[str]:
+    """Write ``config`` with an adapter for each file and return their names.
+
+    Raises UserError where ``config`` exists, or a file cannot be read or is of no known format.
+    """
+    names: list[str] = []
+    blocks = []
+    for file in files:
+        names.append(_name(file, names))
+        blocks.append(_block(file, names[-1], config))
+    head = _HEAD.format(file=config.name, base_model=_quoted(base_model), run=config.stem)
+    try:
+        config.parent.mkdir(parents=True, exist_ok=True)
+        with config.open("x", encoding="utf-8") as out:
+            out.write(head + "".join(blocks))
+    except FileExistsError:
+        raise UserError(f"{config}: exists already; give another --output") from None
+    except OSError as error:
+        raise UserError(f"{config}: cannot be written: {error.strerror}") from None
+    load_config(config)
+    return names
+
+
+def _block(file: Path, name: str, config: Path) -> str:
+    form = guess_format(next(iter(read_rows(file))), {})
+    label = next(label for label, candidate in FORMATS.items() if candidate is form)
+    path = os.path.relpath(file.resolve(), config.resolve().parent)
+    return _ADAPTER.format(name=_quoted(name), path=_quoted(path), format=label, columns=", ".join(form.required))
+
+
+def _name(file: Path, taken: Sequence[str]) -> str:
+    """The file's name as an adapter's, with a number where there is one of that name."""
+    stem = re.sub(r"[^A-Za-z0-9._-]+", "-", file.stem).strip("-._")[:90] or "adapter"
+    lower = [name.lower() for name in taken]
+    numbered = (f"{stem}-{number}" for number in range(2, len(taken) + 3))
+    return stem if stem.lower() not in lower else next(name for name in numbered if name.lower() not in lower)
+
+
+def _quoted(text: str) -> str:
+    """As YAML; what could be read as anything but this text is put in quotes."""
+    return (
+        text if re.fullmatch(r"[A-Za-z_./][A-Za-z0-9_./-]*", text) and text.lower() not in _WORDS else json.dumps(text)
+    )
+
+
+_WORDS = ("yes", "no", "on", "off", "true", "false", "null", "y", "n")
