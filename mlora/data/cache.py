@@ -79,7 +79,7 @@ class TokenData:
         return len(self.lengths)
 
     def rows(self, indices: np.ndarray) -> TokenData:
-        """These rows of one source alone; the tokens stay where they are, ``stats`` and ``digest`` those of the whole."""
+        """These rows of one source; the tokens stay where they are, ``stats`` and ``digest`` those of the whole."""
         (store,) = self._stores
         return replace(
             self,
