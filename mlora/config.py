@@ -39,9 +39,11 @@ _REFUSED: dict[str, tuple[tuple[object, ...], str]] = {
     "fan_in_fan_out": ((False, None), "Llama-family models have no Conv1D layers"),
     "lora_bias": ((False, None), "PEFT cannot merge it and vLLM refuses it"),
     "loftq_config": ((None, {}), "LoftQ changes the frozen weights"),
+    "alora_invocation_tokens": ((None, []), "an activated LoRA acts on a part of each sequence only"),
     "task_type": (("CAUSAL_LM", None), "only causal language models are trained"),
     "peft_type": (("LORA", None), "only LoRA adapters are trained"),
 }
+REFUSED_KEYS = frozenset(_REFUSED)
 _REFUSED_INITS = {
     "pissa": "PiSSA moves part of the frozen weight into the adapter",
     "olora": "OLoRA moves part of the frozen weight into the adapter",

@@ -179,6 +179,7 @@ WANTED = {  # what one would write to ask for it
     "fan_in_fan_out": True,
     "lora_bias": True,
     "loftq_config": {"loftq_bits": 4},
+    "alora_invocation_tokens": [1],
     "task_type": "SEQ_CLS",
     "peft_type": "IA3",
 }
