@@ -250,6 +250,13 @@ def load_adapters(path: str | Path) -> tuple[AdapterConfig, ...]:
     return parse_config(tree | {"base_model": "."}, base=path.parent).adapters
 
 
+def data_config(path: str | Path, overrides: Sequence[str] = ()) -> AdapterConfig:
+    """How a data file is read by itself. ``overrides`` are ``a.b=c`` strings of an adapter's keys, as dataset.format."""
+    entry = {"name": "data", "dataset": {"path": str(path)}}
+    tree = {"base_model": ".", "adapters": [entry]}
+    return parse_config(apply_overrides(tree, [f"adapters.data.{override}" for override in overrides])).adapters[0]
+
+
 class _UniqueKeys(yaml.SafeLoader):
     """A key that stands twice in a block is a mistake; YAML itself would silently take the last."""
 

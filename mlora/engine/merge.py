@@ -86,7 +86,11 @@ def _compare(base: Path, adapter: Trained, merged: Path, dtype: str) -> dict[str
     torch.manual_seed(0)
     spec, wide = load_spec(base), torch.promote_types(getattr(torch, dtype), torch.float32)
     input_ids = torch.randint(0, spec.vocab_size, (_ROWS,))
-    ways = ((base, [adapter], BARE_SLOT + 1), (merged, [], BARE_SLOT), (base, [], BARE_SLOT))
+    ways: tuple[tuple[Path, list[Trained], int], ...] = (
+        (base, [adapter], BARE_SLOT + 1),
+        (merged, [], BARE_SLOT),
+        (base, [], BARE_SLOT),
+    )
     rows: list[torch.Tensor | None] = [None] * len(ways)
     for layer in range(spec.num_layers):
         for i, (folder, adapters, slot) in enumerate(ways):

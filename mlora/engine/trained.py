@@ -21,6 +21,7 @@ from mlora.models.weights import Checkpoint, resolve_base_model
 from mlora.pipeline.stage import Stage
 from mlora.types import UserError
 
+BASE = "base"  # the name of the base model without an adapter
 BARE_SLOT = 0  # whose rows have the base model alone; adapters have the slots from 1 on
 
 

@@ -68,6 +68,10 @@ class ChatTemplate:
             spans.append((start, stop))
         return Rendered(text=text, spans=tuple(spans), leading=False, end=not closed)
 
+    def render_prompt(self, turns: Sequence[Turn], row: Row) -> str:
+        """The conversation up to where the assistant's next answer begins. Raises UserError where it is refused."""
+        return self._render(turns, row, add_generation_prompt=True)
+
     def _span(self, text: str, turns: Sequence[Turn], last: bool, row: Row) -> tuple[int, int, bool]:
         """The span of the last of ``turns`` in the whole ``text``, and whether it ends with an end mark."""
         before = self._render(turns[:-1], row, add_generation_prompt=True)
