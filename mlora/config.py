@@ -251,7 +251,7 @@ def load_adapters(path: str | Path) -> tuple[AdapterConfig, ...]:
 
 
 def data_config(path: str | Path, overrides: Sequence[str] = ()) -> AdapterConfig:
-    """How a data file is read by itself. ``overrides`` are ``a.b=c`` strings of an adapter's keys, as dataset.format."""
+    """How a data file is read by itself. ``overrides`` are ``a.b=c`` strings of an adapter's keys: dataset.format=…"""
     entry = {"name": "data", "dataset": {"path": str(path)}}
     tree = {"base_model": ".", "adapters": [entry]}
     return parse_config(apply_overrides(tree, [f"adapters.data.{override}" for override in overrides])).adapters[0]

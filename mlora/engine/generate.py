@@ -22,7 +22,7 @@ from mlora.models.tokenizer import load_tokenizer
 from mlora.ops.random import key_for
 from mlora.pipeline.stage import Banks
 from mlora.tasks import Prompter
-from mlora.types import Microbatch, Row, SampleRef, Segment, UserError, padded
+from mlora.types import ROW_MULTIPLE, Microbatch, Row, SampleRef, Segment, UserError, padded
 
 _MICROBATCH_ROWS = 2048
 
@@ -161,7 +161,8 @@ def _run(
     active = sorted(sequences, key=lambda sequence: sequence.slot)
     while active:
         for part in _parts(active):
-            logits_SV = cached.extend(*_microbatch(part)).float().cpu()
+            owners, news = [s.index for s in part], [len(s.new) for s in part]
+            logits_SV = cached.extend(*_microbatch(part), owners, news).float().cpu()
             for sequence, logits_V in zip(part, logits_SV, strict=True):
                 token = _choose(logits_V, sampling, sequence)
                 sequence.ended = token in ends
@@ -189,7 +190,7 @@ def _microbatch(sequences: Sequence[_Sequence]) -> tuple[Microbatch, torch.Tenso
     start = 0
     for slot in dict.fromkeys(sequence.slot for sequence in sequences):
         own = [sequence for sequence in sequences if sequence.slot == slot]
-        samples = tuple(SampleRef(s.index, ordinal, len(s.new)) for ordinal, s in enumerate(own))
+        samples = tuple(SampleRef(0, ordinal, length) for ordinal, length in enumerate(_sample_lengths(own)))
         segments.append(
             Segment(adapter=slot, slot=slot, step=0, start=start, samples=samples, target_tokens=1, ends_step=False)
         )
@@ -197,6 +198,14 @@ def _microbatch(sequences: Sequence[_Sequence]) -> tuple[Microbatch, torch.Tenso
     tokens = [token for sequence in sequences for token in sequence.new]
     rows = padded(len(tokens))
     return Microbatch(0, tuple(segments), rows), torch.tensor(tokens + [0] * (rows - len(tokens)))
+
+
+def _sample_lengths(sequences: Sequence[_Sequence]) -> list[int]:
+    """Of one adapter. Sequences of one new row each share samples: a sample's products have 16 rows at least."""
+    lengths = [len(sequence.new) for sequence in sequences]
+    if max(lengths) > 1:
+        return lengths
+    return [min(ROW_MULTIPLE, len(lengths) - first) for first in range(0, len(lengths), ROW_MULTIPLE)]
 
 
 def _choose(logits_V: torch.Tensor, sampling: Sampling, sequence: _Sequence) -> int:

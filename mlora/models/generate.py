@@ -43,32 +43,36 @@ class CachedDecoder:
         }
 
     @torch.no_grad()
-    def extend(self, microbatch: Microbatch, input_ids_T: torch.Tensor) -> torch.Tensor:
-        """Logits behind the last row of each sample, [samples, V]. A sample holds the new tokens of the sequence that
-        its ``index`` names."""
+    def extend(
+        self, microbatch: Microbatch, input_ids_T: torch.Tensor, owners: Sequence[int], news: Sequence[int]
+    ) -> torch.Tensor:
+        """Logits behind the last new row of each sequence in ``owners``, [sequences, V].
+
+        Their rows lie one after another, ``news[i]`` of the i-th. The microbatch says whose adapter they are; a sample
+        of it may hold the rows of several sequences.
+        """
         decoder, routing = self._decoder, route(microbatch, self._decoder.device, dropout=False)
-        owners = [sample.index for segment in microbatch.segments for sample in segment.samples]
-        packed = decoder.pack_at(routing, self._positions(routing, owners), self._longest)
-        attend = {layer: partial(self._attend, layer, owners) for layer in decoder.layers}
+        packed = decoder.pack_at(routing, self._positions(routing.rows, owners, news), self._longest)
+        attend = {layer: partial(self._attend, layer, owners, news) for layer in decoder.layers}
         x_TD = decoder.embed(input_ids_T.to(decoder.device))
         out_TD = decoder.infer(x_TD, packed, self._banks, attend)
-        for owner, new in zip(owners, routing.sample_lengths, strict=True):
+        for owner, new in zip(owners, news, strict=True):
             self._lengths[owner] += new
-        last = torch.tensor(routing.sample_lengths, device=decoder.device).cumsum(0) - 1
+        last = torch.tensor(news).cumsum(0) - 1
         rows = F.pad(last, (0, padded(len(last)) - len(last)))  # so that no row's product depends on how many there are
-        return (decoder.norm(out_TD[rows]) @ decoder.head_VD.T)[: len(last)]
+        return (decoder.norm(out_TD[rows.to(decoder.device)]) @ decoder.head_VD.T)[: len(last)]
 
-    def _positions(self, routing: Routing, owners: Sequence[int]) -> torch.Tensor:
+    def _positions(self, rows: int, owners: Sequence[int], news: Sequence[int]) -> torch.Tensor:
         """Each row's place in its sequence; 0 in the padding."""
-        lengths, news = (torch.tensor(x) for x in ([self._lengths[i] for i in owners], routing.sample_lengths))
-        before = torch.repeat_interleave(lengths, news)
-        before = F.pad(before, (0, routing.rows - len(before)))
-        return routing.positions_T + before.to(routing.positions_T.device)
+        firsts = [self._lengths[owner] for owner in owners]
+        places = torch.cat([torch.arange(first, first + new) for first, new in zip(firsts, news, strict=True)])
+        return F.pad(places, (0, rows - len(places))).to(self._decoder.device)
 
     def _attend(
         self,
         layer: int,
         owners: Sequence[int],
+        news: Sequence[int],
         qkv_TC: torch.Tensor,
         heads: Heads,
         routing: Routing,
@@ -76,14 +80,14 @@ class CachedDecoder:
     ) -> tuple[torch.Tensor, None]:
         """As mlora.ops.attention.attention, over the kept rows too; the new rows are added to them."""
         outputs, first = [], 0
-        for owner, new in zip(owners, routing.sample_lengths, strict=True):
+        for owner, new in zip(owners, news, strict=True):
             q, k, v = heads.split(qkv_TC[first : first + new])
             kv, length = self._kv[layer, owner], self._lengths[owner]
             first, stop = first + new, length + new
             kv[0, length:stop], kv[1, length:stop] = k, v
             start = 0 if window is None else max(0, length - window + 1)  # the first that any new row sees
             outputs.append(_over_cache(q, kv[:, start:stop], length - start, window))
-        padding = qkv_TC.new_zeros(len(qkv_TC) - first, heads.query * heads.size)
+        padding = qkv_TC.new_zeros(routing.rows - first, heads.query * heads.size)
         return torch.cat([*outputs, padding]), None
 
 
