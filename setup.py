@@ -29,9 +29,11 @@ setup(
     ],
     extras_require={
         "verify": ["peft>=0.18"],
+        "plots": ["matplotlib>=3.8"],  # mlora compare --picture
         "demo": ["peft>=0.18", "gguf>=0.17"],
         "test": [
             "peft>=0.18",
+            "matplotlib>=3.8",
             "gguf>=0.17",
             "pytest>=8",
             "pytest-timeout",

@@ -122,6 +122,10 @@ def _add_after_training(commands: argparse._SubParsersAction[argparse.ArgumentPa
         "--set", action="append", default=[], metavar="A.B=C", help="how to read FILE: max_length=2048"
     )
     evaluate.set_defaults(run=_eval)
+    compare = commands.add_parser("compare", help="the adapters of several runs side by side")
+    compare.add_argument("runs", nargs="+", metavar="RUN", help="a run's folder")
+    compare.add_argument("--picture", metavar="FILE", help="draw the losses as PNG (needs matplotlib)")
+    compare.set_defaults(run=_compare)
 
 
 def _add_models(parser: argparse.ArgumentParser) -> None:
@@ -319,6 +323,17 @@ def _eval(arguments: argparse.Namespace) -> int:
             print(json.dumps(asdict(evaluation) | {"perplexity": evaluation.perplexity}))
     else:
         print(evaluation_table(found))
+    return _OK
+
+
+def _compare(arguments: argparse.Namespace) -> int:
+    from mlora.engine.compare import comparison_table, draw, read_curves
+
+    curves = read_curves(arguments.runs)
+    print(comparison_table(curves))
+    if arguments.picture:
+        draw(curves, Path(arguments.picture))
+        print(f"picture: {arguments.picture}")
     return _OK
 
 

@@ -81,6 +81,7 @@ class AdapterConfig:
     layers_to_transform: int | tuple[int, ...] | None = None
     use_rslora: bool = False
     init_lora_weights: bool | str = True
+    init_from: Path | None = None  # begin with the matrices of this adapter in PEFT's form
     learning_rate: float = 2e-4
     lr_scheduler_type: Literal["constant", "constant_with_warmup", "linear", "cosine"] = "cosine"
     warmup_steps: float = 0.03  # below 1: a share of all steps, as in transformers 5
@@ -103,6 +104,7 @@ class AdapterConfig:
         """All keys as plain data, as they may stand in a configuration file."""
         tree = dataclasses.asdict(self)
         tree["dataset"]["path"] = str(self.dataset.path)
+        tree["init_from"] = None if self.init_from is None else str(self.init_from)
         return {key: list(value) if isinstance(value, tuple) else value for key, value in tree.items()}
 
     @property
@@ -336,6 +338,8 @@ def _adapter(entry: object, defaults: Mapping[str, Any], index: int, base: Path)
                 values[key] = _convert(AdapterConfig, key, value, f"{where}.{key}")
     if values.get("lr_scheduler_type") == "constant" and values.get("warmup_steps", 0) > 0:
         raise UserError(f"{place}.warmup_steps: constant has no warm-up; write lr_scheduler_type: constant_with_warmup")
+    if values.get("init_from") is not None:
+        values["init_from"] = base / values["init_from"]
     values["dataset"] = _dataset(entry["dataset"], f"{place}.dataset", base)
     return AdapterConfig(**values)
 

@@ -126,6 +126,7 @@ def _check_inputs(config: RunConfig) -> None:
     """The run folder may not hold what the run reads: --overwrite would delete it."""
     folder = config.output_dir.resolve()
     inputs = {f"adapters[{a.name}].dataset": a.dataset.path for a in config.adapters}
+    inputs |= {f"adapters[{a.name}].init_from": a.init_from for a in config.adapters if a.init_from is not None}
     inputs["base_model"] = Path(config.base_model)
     for place, path in inputs.items():
         if path.resolve().is_relative_to(folder) and path.exists():

@@ -10,7 +10,7 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
-from mlora import UserError, cli
+from mlora import cli
 from mlora.config import data_config
 from mlora.engine.generate import Generator, Sampling, read_prompts, text_prompt
 from tests.cpu.runs import run, write_rows
@@ -38,7 +38,8 @@ def llama(tmp_path_factory):
 
 def _prompts(tokenizer):
     """Ragged: of one token, of several, of more than a window and of more than 16 rows."""
-    return [tokenizer(text).input_ids for text in ("a", "red green", "The quick brown fox", "one two three cat dog " * 3)]
+    texts = ("a", "red green", "The quick brown fox", "one two three cat dog " * 3)
+    return [tokenizer(text).input_ids for text in texts]
 
 
 def _peft_answer(model, prompt):
