@@ -142,6 +142,7 @@ def draw(curves: Sequence[Curve], file: Path) -> None:
         style = ("-", "--", ":", "-.")[i // 10 % 4]  # matplotlib's colours repeat after ten
         axes.plot(curve.steps, curve.losses, style, label=curve.name, marker="." if len(curve.steps) == 1 else "")
     axes.grid(alpha=0.3)
+    axes.xaxis.get_major_locator().set_params(integer=True)
     if len(curves) <= 20:
         axes.legend(fontsize="small")
     try:

@@ -332,7 +332,7 @@ def test_adding_a_key_is_a_decision():
     assert keys(DatasetConfig) == "path format columns chat_template train_on"
     assert keys(AdapterConfig) == (
         "name dataset r lora_alpha lora_dropout target_modules exclude_modules layers_to_transform use_rslora "
-        "init_lora_weights learning_rate lr_scheduler_type warmup_steps num_train_epochs max_steps "
+        "init_lora_weights init_from learning_rate lr_scheduler_type warmup_steps num_train_epochs max_steps "
         "per_device_train_batch_size gradient_accumulation_steps max_grad_norm optim weight_decay adam_beta1 "
         "adam_beta2 adam_epsilon seed max_length logging_steps max_nonfinite_steps"
     )
@@ -352,6 +352,12 @@ def test_adding_a_flag_is_a_decision():
         "add": "-h --help run_dir file",
         "stop": "-h --help run_dir name",
         "verify": "-h --help output_dir",
+        "merge": "-h --help adapter output --base --dtype",
+        "export": "-h --help adapter output --portable",
+        "generate": "-h --help adapters --base --with-base --dtype --device --json --prompt --file --system --plain --set "
+        "--max-new-tokens --temperature --top-p --seed --batch-size",
+        "eval": "-h --help adapters --base --with-base --dtype --device --json --file --set",
+        "compare": "-h --help runs --picture",
         "env": "-h --help",
     }
 
