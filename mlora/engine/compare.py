@@ -134,6 +134,7 @@ def draw(curves: Sequence[Curve], file: Path) -> None:
     """The losses over the steps as PNG. Raises UserError where matplotlib is missing or the file cannot be written."""
     try:
         from matplotlib.figure import Figure
+        from matplotlib.ticker import MaxNLocator
     except ImportError:
         raise UserError("--picture needs matplotlib: pip install 'mlora-engine[plots]'") from None
     figure = Figure(figsize=_INCH, layout="constrained")
@@ -142,7 +143,7 @@ def draw(curves: Sequence[Curve], file: Path) -> None:
         style = ("-", "--", ":", "-.")[i // 10 % 4]  # matplotlib's colours repeat after ten
         axes.plot(curve.steps, curve.losses, style, label=curve.name, marker="." if len(curve.steps) == 1 else "")
     axes.grid(alpha=0.3)
-    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     if len(curves) <= 20:
         axes.legend(fontsize="small")
     try:

@@ -354,8 +354,8 @@ def test_adding_a_flag_is_a_decision():
         "verify": "-h --help output_dir",
         "merge": "-h --help adapter output --base --dtype",
         "export": "-h --help adapter output --portable",
-        "generate": "-h --help adapters --base --with-base --dtype --device --json --prompt --file --system --plain --set "
-        "--max-new-tokens --temperature --top-p --seed --batch-size",
+        "generate": "-h --help adapters --base --with-base --dtype --device --json --prompt --file --system --plain "
+        "--set --max-new-tokens --temperature --top-p --seed --batch-size",
         "eval": "-h --help adapters --base --with-base --dtype --device --json --file --set",
         "compare": "-h --help runs --picture",
         "env": "-h --help",
