@@ -30,10 +30,12 @@ setup(
     extras_require={
         "data": ["datasets>=4.0"],  # never runs a data set's script; its pyarrow reads Parquet and Arrow
         "verify": ["peft>=0.18"],
+        "plots": ["matplotlib>=3.8"],  # mlora compare --picture
         "demo": ["peft>=0.18", "gguf>=0.17"],
         "test": [
             "peft>=0.18",
             "datasets>=4.0",
+            "matplotlib>=3.8",
             "gguf>=0.17",
             "pytest>=8",
             "pytest-timeout",

@@ -8,11 +8,13 @@ import os
 import platform
 import sys
 import warnings
+from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import mlora
+from mlora.config import data_config
 from mlora.types import Interrupted, Note, UserError
 
 if TYPE_CHECKING:
@@ -108,9 +110,73 @@ def _parser() -> argparse.ArgumentParser:
     init.add_argument("--output", default="run.yaml", metavar="CONFIG", help="the file to write (run.yaml)")
     init.add_argument("--base-model", default=_STARTER_MODEL, metavar="MODEL", help=f"({_STARTER_MODEL})")
     init.set_defaults(run=_init)
+    _add_after_training(commands)
     env = commands.add_parser("env", help="show versions and devices, for bug reports")
     env.set_defaults(run=_env)
     return parser
+
+
+def _add_after_training(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """The commands that use adapters."""
+    merge = commands.add_parser("merge", help="add an adapter into its base model: a model folder for any loader")
+    merge.add_argument("adapter", metavar="ADAPTER", help="the adapter's folder, such as RUN/adapters/NAME")
+    merge.add_argument("output", metavar="FOLDER", help="a new folder")
+    merge.add_argument("--base", metavar="MODEL", help="the base model, if not where the adapter says")
+    merge.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="of the result (the base's own)")
+    merge.set_defaults(run=_merge)
+    export = commands.add_parser("export", help="write an adapter in another form")
+    export.add_argument("adapter", metavar="ADAPTER", help="the adapter's folder, such as RUN/adapters/NAME")
+    export.add_argument("output", metavar="FOLDER", help="a new folder")
+    export.add_argument(
+        "--portable", action="store_true", required=True, help="rsLoRA's scaling folded into lora_alpha"
+    )
+    export.set_defaults(run=_export)
+    generate = commands.add_parser("generate", help="let adapters, or their base model, answer prompts")
+    _add_models(generate)
+    asked = generate.add_mutually_exclusive_group(required=True)
+    asked.add_argument("--prompt", action="append", metavar="TEXT", help="a user's turn; may stand several times")
+    asked.add_argument("--file", metavar="FILE", help="a data file, whose answers are left out")
+    generate.add_argument("--system", metavar="TEXT", help="the system's turn before --prompt")
+    generate.add_argument(
+        "--plain", action="store_true", help="go on with --prompt as it stands, without chat template"
+    )
+    generate.add_argument(
+        "--set", action="append", default=[], metavar="A.B=C", help="how to read FILE: dataset.format=…"
+    )
+    generate.add_argument("--max-new-tokens", type=int, default=128, metavar="N", help="of each answer (128)")
+    generate.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0 (the default) is greedy")
+    generate.add_argument(
+        "--top-p", type=float, default=1.0, metavar="P", help="draw from the likeliest of this share (1)"
+    )
+    generate.add_argument("--seed", type=int, default=42, metavar="N", help="of the draws (42)")
+    generate.add_argument("--batch-size", type=int, default=16, metavar="N", help="answers made at once (16)")
+    generate.set_defaults(run=_generate)
+    evaluate = commands.add_parser(
+        "eval", help="loss, perplexity and accuracy of adapters, or their base model, on a file"
+    )
+    _add_models(evaluate)
+    evaluate.add_argument("--file", required=True, metavar="FILE", help="a data file")
+    evaluate.add_argument(
+        "--set", action="append", default=[], metavar="A.B=C", help="how to read FILE: max_length=2048"
+    )
+    evaluate.set_defaults(run=_eval)
+    compare = commands.add_parser("compare", help="the adapters of several runs side by side")
+    compare.add_argument("runs", nargs="+", metavar="RUN", help="a run's folder")
+    compare.add_argument("--picture", metavar="FILE", help="draw the losses as PNG (needs matplotlib)")
+    compare.set_defaults(run=_compare)
+
+
+def _add_models(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "adapters", nargs="*", metavar="ADAPTER", help="an adapter's folder, or a run's with all of them"
+    )
+    parser.add_argument("--base", metavar="MODEL", help="the base model, if not the one that the adapters name")
+    parser.add_argument("--with-base", action="store_true", help="the base model without an adapter, too")
+    parser.add_argument(
+        "--dtype", default="auto", choices=("auto", "float32", "bfloat16", "float16"), help="of the base"
+    )
+    parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"))
+    parser.add_argument("--json", action="store_true", help="a JSON object per line")
 
 
 def _train(arguments: argparse.Namespace) -> int:
@@ -245,6 +311,94 @@ def _init(arguments: argparse.Namespace) -> int:
     config = Path(arguments.output)
     names = write_starter([Path(file) for file in arguments.files], config, arguments.base_model)
     print(f"{config}: {len(names)} adapters, {', '.join(names)}; look it over, then: mlora check {config}")
+    return _OK
+
+
+def _merge(arguments: argparse.Namespace) -> int:
+    from mlora.engine.merge import merge
+
+    merged = merge(Path(arguments.adapter), Path(arguments.output), arguments.base, arguments.dtype)
+    print(f"{merged.folder}: {merged.modules} modules merged, written as {merged.dtype}")
+    print(
+        f"logits of adapter on base and of the merged model differ by at most {merged.max_difference:.2e} of "
+        f"{merged.scale:.2e}; the adapter moves them by up to {merged.changed:.2e}"
+    )
+    return _OK
+
+
+def _export(arguments: argparse.Namespace) -> int:
+    from mlora.engine.portable import export_portable
+
+    alpha = export_portable(Path(arguments.adapter), Path(arguments.output))
+    if alpha is None:
+        print(f"{arguments.output}: copied as it was; it is no rsLoRA, so every loader reads its scaling alike")
+    else:
+        print(f"{arguments.output}: use_rslora false, lora_alpha {alpha:g}; same weights, same scaling")
+    return _OK
+
+
+def _generate(arguments: argparse.Namespace) -> int:
+    from mlora.engine.generate import Generator, Sampling, read_prompts, text_prompt
+
+    sampling = Sampling(
+        max_new_tokens=arguments.max_new_tokens,
+        temperature=arguments.temperature,
+        top_p=arguments.top_p,
+        seed=arguments.seed,
+    )
+    if arguments.file and (arguments.system is not None or arguments.plain):
+        raise UserError("--system and --plain go with --prompt; in a file the rows say it")
+    if arguments.prompt and arguments.set:
+        raise UserError("--set: says how to read --file; leave it out with --prompt")
+    generator = Generator(
+        arguments.adapters,
+        base=arguments.base,
+        with_base=arguments.with_base,
+        dtype=arguments.dtype,
+        device=arguments.device,
+        batch_size=arguments.batch_size,
+    )
+    if arguments.file:
+        prompts = read_prompts(data_config(arguments.file, arguments.set), generator.tokenizer)
+    else:
+        prompts = [text_prompt(t, arguments.system, arguments.plain, generator.tokenizer) for t in arguments.prompt]
+    for answer in generator.answers(prompts, sampling):
+        if arguments.json:
+            print(json.dumps(asdict(answer), ensure_ascii=False), flush=True)
+        else:
+            print(
+                f"[{answer.prompt + 1}] {answer.adapter}{'' if answer.ended else ' (cut)'}: {answer.text}", flush=True
+            )
+    return _OK
+
+
+def _eval(arguments: argparse.Namespace) -> int:
+    from mlora.engine.evaluate import evaluate, evaluation_table
+
+    found = evaluate(
+        arguments.adapters,
+        data_config(arguments.file, arguments.set),
+        base=arguments.base,
+        with_base=arguments.with_base,
+        dtype=arguments.dtype,
+        device=arguments.device,
+    )
+    if arguments.json:
+        for evaluation in found:
+            print(json.dumps(asdict(evaluation) | {"perplexity": evaluation.perplexity}))
+    else:
+        print(evaluation_table(found))
+    return _OK
+
+
+def _compare(arguments: argparse.Namespace) -> int:
+    from mlora.engine.compare import comparison_table, draw, read_curves
+
+    curves = read_curves(arguments.runs)
+    print(comparison_table(curves))
+    if arguments.picture:
+        draw(curves, Path(arguments.picture))
+        print(f"picture: {arguments.picture}")
     return _OK
 
 

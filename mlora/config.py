@@ -40,9 +40,11 @@ _REFUSED: dict[str, tuple[tuple[object, ...], str]] = {
     "fan_in_fan_out": ((False, None), "Llama-family models have no Conv1D layers"),
     "lora_bias": ((False, None), "PEFT cannot merge it and vLLM refuses it"),
     "loftq_config": ((None, {}), "LoftQ changes the frozen weights"),
+    "alora_invocation_tokens": ((None, []), "an activated LoRA acts on a part of each sequence only"),
     "task_type": (("CAUSAL_LM", None), "only causal language models are trained"),
     "peft_type": (("LORA", None), "only LoRA adapters are trained"),
 }
+REFUSED_KEYS = frozenset(_REFUSED)
 _REFUSED_INITS = {
     "pissa": "PiSSA moves part of the frozen weight into the adapter",
     "olora": "OLoRA moves part of the frozen weight into the adapter",
@@ -104,6 +106,7 @@ class AdapterConfig:
     layers_to_transform: int | tuple[int, ...] | None = None
     use_rslora: bool = False
     init_lora_weights: bool | str = True
+    init_from: Path | None = None  # begin with the matrices of this adapter in PEFT's form
     learning_rate: float = 2e-4
     lr_scheduler_type: Literal["constant", "constant_with_warmup", "linear", "cosine"] = "cosine"
     warmup_steps: float = 0.03  # below 1: a share of all steps, as in transformers 5
@@ -137,6 +140,7 @@ class AdapterConfig:
         for source in (*sources, tree["eval_dataset"]):
             if source is not None:
                 source["path"] = str(source["path"]) if source["path"] else None
+        tree["init_from"] = None if self.init_from is None else str(self.init_from)
         return {key: list(value) if isinstance(value, tuple) else value for key, value in tree.items()}
 
     @property
@@ -293,6 +297,13 @@ def load_adapters(path: str | Path) -> tuple[AdapterConfig, ...]:
     return parse_config(tree | {"base_model": "."}, base=path.parent).adapters
 
 
+def data_config(path: str | Path, overrides: Sequence[str] = ()) -> AdapterConfig:
+    """How a data file is read by itself. ``overrides`` are ``a.b=c`` strings of an adapter's keys: dataset.format=…"""
+    entry = {"name": "data", "dataset": {"path": str(path)}}
+    tree = {"base_model": ".", "adapters": [entry]}
+    return parse_config(apply_overrides(tree, [f"adapters.data.{override}" for override in overrides])).adapters[0]
+
+
 class _UniqueKeys(yaml.SafeLoader):
     """A key that stands twice in a block is a mistake; YAML itself would silently take the last."""
 
@@ -375,6 +386,8 @@ def _adapter(entry: object, defaults: Mapping[str, Any], index: int, base: Path)
                 values[key] = _convert(AdapterConfig, key, value, f"{where}.{key}")
     if values.get("lr_scheduler_type") == "constant" and values.get("warmup_steps", 0) > 0:
         raise UserError(f"{place}.warmup_steps: constant has no warm-up; write lr_scheduler_type: constant_with_warmup")
+    if values.get("init_from") is not None:
+        values["init_from"] = base / values["init_from"]
     values["dataset"] = _dataset(entry["dataset"], f"{place}.dataset", base)
     source, where = (entry, place) if "eval_dataset" in entry else (defaults, "defaults")
     if source.get("eval_dataset") is not None:

@@ -92,6 +92,11 @@ def read_adapter(folder: Path) -> tuple[dict[str, object], dict[str, tuple[torch
     return config, matrices
 
 
+def adapter_files(folder: Path) -> tuple[Path, Path]:
+    """Where an adapter's configuration and its weights lie in its folder."""
+    return folder / _CONFIG, folder / _WEIGHTS
+
+
 def _refuse_empty(targets: tuple[str, ...], matrices: Matrices, tensors: Mapping[str, torch.Tensor]) -> None:
     missing = sorted(set(targets) ^ set(matrices))
     if missing:

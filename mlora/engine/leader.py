@@ -17,6 +17,7 @@ from mlora.engine.coordinator import OnStep
 from mlora.engine.device import choose_device, choose_dtype
 from mlora.engine.exporter import Collector, Exporter
 from mlora.engine.inbox import Inbox, added_adapters
+from mlora.engine.init_from import load_initial
 from mlora.engine.layout import first_layers
 from mlora.engine.output import CHECKPOINTS, METRICS, PICTURE, TRACE, check_output, leave_output, take_output
 from mlora.engine.prepare import prepare, prepare_adapter
@@ -71,6 +72,9 @@ class Leader:
             Resume(self._source / CHECKPOINTS, start.allow_changed).apply(
                 self._adapters, self._prepared.parked, spec, self._base
             )
+
+        for adapter in self._adapters:
+            load_initial(adapter, spec, config.base_model)
 
     def run(
         self,
@@ -178,7 +182,9 @@ class Leader:
                 adapter.restored = None
 
     def _prepare(self, index: int, config: AdapterConfig) -> AdapterRun:
-        return prepare_adapter(index, config, self._prepared.spec, self._prepared.tokenizer)
+        adapter = prepare_adapter(index, config, self._prepared.spec, self._prepared.tokenizer)
+        load_initial(adapter, self._prepared.spec, self._config.base_model)
+        return adapter
 
     def _write_timeline(self, own: list[Timed], control: Control) -> None:
         """What was measured, as a picture and as a trace for Chrome or Perfetto."""

@@ -128,6 +128,7 @@ def check_inputs(config: RunConfig) -> None:
     inputs = {f"adapters[{a.name}].dataset": s.path for a in config.adapters for s in a.sources if s.path}
     held_out = [(a.name, a.eval_dataset) for a in config.adapters]
     inputs |= {f"adapters[{name}].eval_dataset": s.path for name, s in held_out if s is not None and s.path}
+    inputs |= {f"adapters[{a.name}].init_from": a.init_from for a in config.adapters if a.init_from is not None}
     inputs["base_model"] = Path(config.base_model)
     for place, path in inputs.items():
         if path.resolve().is_relative_to(folder) and path.exists():

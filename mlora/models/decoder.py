@@ -9,7 +9,7 @@ V vocabulary, H query heads, E head dim.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,6 +38,7 @@ from mlora.types import MERGED_LINEARS, Microbatch
 _TABLE_ROWS = 1024  # the rotary table grows in steps of this many positions
 
 LayerBanks = Mapping[str, LinearBank]  # merged linear -> adapters' matrices
+Attend = Callable[[torch.Tensor, Heads, Routing, "int | None"], tuple[torch.Tensor, Any]]  # see mlora.ops.attention
 
 
 @dataclass(frozen=True)
@@ -110,14 +111,24 @@ class Decoder:
         routing = route(microbatch, self.device, dropout)
         return Packed(routing, *self._rotary.at(routing.positions_T, routing.longest))
 
+    def pack_at(self, routing: Routing, positions_T: torch.Tensor, longest: int) -> Packed:
+        """The same with positions of another's choice, all below ``longest``."""
+        return Packed(routing, *self._rotary.at(positions_T, longest))
+
     def embed(self, input_ids_T: torch.Tensor) -> torch.Tensor:
         """Rows of the embedding, [T, D]."""
         return F.embedding(input_ids_T, self.embedding_VD)
 
-    def infer(self, x_TD: torch.Tensor, packed: Packed, banks: Mapping[int, LayerBanks]) -> torch.Tensor:
-        """All layers of the slice, keeping nothing."""
+    def infer(
+        self,
+        x_TD: torch.Tensor,
+        packed: Packed,
+        banks: Mapping[int, LayerBanks],
+        attend: Mapping[int, Attend] | None = None,
+    ) -> torch.Tensor:
+        """All layers of the slice, keeping nothing. ``attend`` takes the place of each layer's attention."""
         for index, layer in self._layers.items():
-            x_TD, _ = layer.forward(x_TD, packed, banks[index])
+            x_TD, _ = layer.forward(x_TD, packed, banks[index], attend[index] if attend else attention)
         return x_TD
 
     def forward(
@@ -172,7 +183,9 @@ class _Layer:
             eps=spec.rms_norm_eps,
         )
 
-    def forward(self, x_TD: torch.Tensor, packed: Packed, banks: LayerBanks) -> tuple[torch.Tensor, _LayerKept]:
+    def forward(
+        self, x_TD: torch.Tensor, packed: Packed, banks: LayerBanks, attend: Attend = attention
+    ) -> tuple[torch.Tensor, _LayerKept]:
         terms: dict[str, LoraTerm] = {}
 
         def linear(merged: str, x: torch.Tensor) -> torch.Tensor:
@@ -182,7 +195,7 @@ class _Layer:
 
         qkv_TC = linear("qkv", rms_norm(x_TD, self._norm_1, self._eps))
         turned_TC, before_TC = rotate(qkv_TC, terms["qkv"], packed.cos_TE, packed.sin_TE, self._heads)
-        attended, kept = attention(turned_TC, self._heads, packed.routing, self._window)
+        attended, kept = attend(turned_TC, self._heads, packed.routing, self._window)
         o_TD = linear("o", attended)
         middle_TD, normed_TD = add_norm(x_TD, o_TD, terms["o"], self._norm_2, self._eps)
         hidden, gate_up = swiglu(linear("gate_up", normed_TD), terms["gate_up"])

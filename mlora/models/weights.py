@@ -48,6 +48,18 @@ class Checkpoint:
         with safe_open(self._entries[name].file, framework="pt") as file:
             return file.get_tensor(name)
 
+    def stored(self, name: str) -> str:
+        """The type in which the tensor is stored, by safetensors' name."""
+        return self._entries[name].dtype
+
+    def files(self) -> dict[str, list[tuple[str, tuple[int, ...], str]]]:
+        """Name, shape and stored type of each tensor that the model needs, by the name of the file that holds it."""
+        found: dict[str, list[tuple[str, tuple[int, ...], str]]] = {}
+        for name in _tensor_shapes(self._spec):
+            entry = self._entries[name]
+            found.setdefault(entry.file.name, []).append((name, entry.shape, entry.dtype))
+        return found
+
     def embedding(self) -> torch.Tensor:
         """``[V, D]``, one row per token id."""
         return self.tensor(_EMBEDDING)

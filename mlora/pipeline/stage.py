@@ -101,6 +101,11 @@ class Stage:
         self._graphs = Graphs(self._run, model.backward)
         self._scale = _FLOAT16_SCALE if model.dtype == torch.float16 else 1.0
 
+    @property
+    def banks(self) -> Banks:
+        """The matrices of the adapters that have joined; they change with them."""
+        return self._banks
+
     def join(self, slot: int, state: AdapterState) -> None:
         """Put an adapter into a free slot."""
         assert slot not in self._states, f"slot {slot} is taken"

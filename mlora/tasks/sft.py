@@ -44,7 +44,7 @@ class SftTask:
         self._config, self._tokenizer = config, tokenizer
         self._max_length, self._vocab_size = max_length, vocab_size
         self._eos: int = tokenizer.eos_token_id
-        self._template = _chat_template(config, tokenizer)
+        self._template = chat_template(config, tokenizer)
         self._splitter = Splitter(tokenizer)
         self._named = None if config.format == "auto" else named_format(config.format, config.columns)
         self._format: Format | None = None  # set by the first rows that are encoded
@@ -150,7 +150,7 @@ class SftTask:
             )
 
 
-def _chat_template(config: DatasetConfig, tokenizer: PreTrainedTokenizerBase) -> ChatTemplate | None:
+def chat_template(config: DatasetConfig, tokenizer: PreTrainedTokenizerBase) -> ChatTemplate | None:
     """The template that the configuration names, else the tokenizer's own, else None."""
     if config.chat_template == "none":
         return None

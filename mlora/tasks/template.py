@@ -77,6 +77,10 @@ class ChatTemplate:
             spans.append((start, stop))
         return Rendered(text=text, spans=tuple(spans), leading=False, end=not closed)
 
+    def render_prompt(self, chat: Conversation, row: Row) -> str:
+        """The conversation up to where the assistant's next answer begins. Raises UserError where it is refused."""
+        return self._render(chat, row, add_generation_prompt=True)
+
     def _render_marks(self, chat: Conversation, text: str, row: Row) -> Rendered:
         """The spans between the template's own marks. A turn that is not to be trained needs a mark for each answer."""
         spans = self._marks(chat, row)

@@ -188,6 +188,7 @@ WANTED = {  # what one would write to ask for it
     "fan_in_fan_out": True,
     "lora_bias": True,
     "loftq_config": {"loftq_bits": 4},
+    "alora_invocation_tokens": [1],
     "task_type": "SEQ_CLS",
     "peft_type": "IA3",
 }
@@ -349,7 +350,7 @@ def test_adding_a_key_is_a_decision():
     )
     assert keys(AdapterConfig) == (
         "name dataset r lora_alpha lora_dropout target_modules exclude_modules layers_to_transform use_rslora "
-        "init_lora_weights learning_rate lr_scheduler_type warmup_steps num_train_epochs max_steps "
+        "init_lora_weights init_from learning_rate lr_scheduler_type warmup_steps num_train_epochs max_steps "
         "per_device_train_batch_size gradient_accumulation_steps max_grad_norm optim weight_decay adam_beta1 "
         "adam_beta2 adam_epsilon seed max_length logging_steps max_nonfinite_steps eval_dataset val_size eval_steps "
         "load_best_model_at_end early_stopping_patience early_stopping_threshold"
@@ -373,6 +374,12 @@ def test_adding_a_flag_is_a_decision():
         "check": "-h --help config --set",
         "schema": "-h --help",
         "init": "-h --help files --output --base-model",
+        "merge": "-h --help adapter output --base --dtype",
+        "export": "-h --help adapter output --portable",
+        "generate": "-h --help adapters --base --with-base --dtype --device --json --prompt --file --system --plain "
+        "--set --max-new-tokens --temperature --top-p --seed --batch-size",
+        "eval": "-h --help adapters --base --with-base --dtype --device --json --file --set",
+        "compare": "-h --help runs --picture",
         "env": "-h --help",
     }
 

@@ -1,0 +1,66 @@
+"""An adapter that begins where another one ended: its matrices come from files in PEFT's form."""
+
+from __future__ import annotations
+
+from mlora.checkpoint.peft_files import adapter_files
+from mlora.engine.adapter_run import AdapterRun
+from mlora.engine.trained import Trained, check_fits, read_trained
+from mlora.models.spec import ModelSpec
+from mlora.types import UserError
+
+_TOLD = ("lora_alpha", "lora_dropout")  # may differ, and change what the matrices do
+
+
+def load_initial(adapter: AdapterRun, spec: ModelSpec, base_model: str) -> None:
+    """Give an adapter with ``init_from`` its matrices, unless a checkpoint has given it later ones.
+
+    Says which settings differ from those with which the other was trained. Raises UserError where the files are
+    damaged, made for another model, or have another r or other modules than are configured.
+    """
+    config = adapter.config
+    if config.init_from is None or adapter.restored is not None or adapter.state != "waiting":
+        return
+    place = f"adapters[{config.name}].init_from"
+    try:
+        source = read_trained(config.init_from)
+    except UserError as error:
+        raise UserError(f"{place}: {error}") from None
+    _check_same_shape(source, adapter, spec, place)
+    told = [
+        f"{key} is {float(getattr(config, key)):g} here and was {float(getattr(source.config, key)):g} there"
+        for key in _TOLD
+        if getattr(config, key) != getattr(source.config, key)
+    ]
+    if source.config.use_rslora != config.use_rslora:
+        told.append(f"use_rslora is {config.use_rslora} here and was {source.config.use_rslora} there".lower())
+    if source.base_model and source.base_model != base_model:
+        told.append(f"base_model is {base_model} here and was {source.base_model} there")
+    if source.config.scaling != config.scaling:
+        told.append(f"its update counts {config.scaling / source.config.scaling:.4g} times as much as there")
+    print(f"{config.name}: begins with {config.init_from}; {'; '.join(told) or 'with the same settings'}", flush=True)
+    adapter.restored = {
+        f"{name}.{kind}": matrix.contiguous()
+        for name, pair in source.matrices.items()
+        for kind, matrix in zip("AB", pair, strict=True)
+    }
+
+
+def _check_same_shape(source: Trained, adapter: AdapterRun, spec: ModelSpec, place: str) -> None:
+    config = adapter.config
+    if source.config.r != config.r:
+        raise UserError(
+            f"{place}: {config.init_from} has r {source.config.r}, not {config.r}; write r: {source.config.r}"
+        )
+    try:
+        modules = check_fits(source, spec)
+    except UserError as error:
+        raise UserError(f"{place}: {error}") from None
+    differing = sorted({*modules} ^ {*adapter.targets})
+    if differing:
+        targets = source.config.target_modules
+        targets = targets if isinstance(targets, str) else f"[{', '.join(targets)}]"
+        side = "not there" if differing[0] in adapter.targets else "not configured here"
+        raise UserError(
+            f"{place}: {differing[0]} is {side} ({len(differing)} modules differ); write the modules as in "
+            f"{adapter_files(source.folder)[0]}: target_modules: {targets}"
+        )

@@ -1,0 +1,70 @@
+"""``mlora compare``: what it reads back of runs, and a picture that is one."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from mlora import cli
+from mlora.engine.compare import read_curves
+from tests.cpu.runs import run, write_rows
+from tests.cpu.tiny import save_tiny
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("runs")
+    model = save_tiny(folder / "model", "llama2")
+    keys = {"dataset": str(write_rows(folder / "rows.jsonl", 12, seed=1)), "max_steps": 3, "warmup_steps": 0}
+    results = [
+        run(folder / name, model, [{"name": "a", **keys, "r": r}, {"name": "b", **keys, "learning_rate": 1e-2}])
+        for name, r in (("one", 4), ("two", 8))
+    ]
+    return folder, results
+
+
+def test_the_curves_are_the_runs_losses(runs):
+    folder, results = runs
+    curves = {curve.name: curve for curve in read_curves([folder / "one", folder / "two"])}
+    assert list(curves) == ["one/a", "one/b", "two/a", "two/b"]
+    for result, name in zip(results, ("one", "two"), strict=True):
+        for adapter in "ab":
+            curve, reports = curves[f"{name}/{adapter}"], result.adapters[adapter].reports
+            assert curve.losses == [r.loss for r in reports] and curve.steps == [1, 2, 3]
+            assert curve.tokens == reports[-1].num_tokens and curve.state == "ended"
+            assert curve.best == min((r.loss, r.step) for r in reports)
+
+
+def test_the_table_is_ranked_and_names_what_differs(runs, capsys):
+    assert cli.main(["compare", str(runs[0] / "one"), str(runs[0] / "two")]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    losses = [float(line.split()[4]) for line in lines[1:5]]
+    assert losses == sorted(losses)
+    order = [line.split()[0] for line in lines[1:5]]
+    ranks = [{"one/a": "4", "two/a": "8"}.get(name, "16") for name in order]
+    assert f"  r: {', '.join(ranks)}" in lines and not any(line.startswith("  seed") for line in lines)
+
+
+def test_the_picture_is_a_png_of_the_curves(runs, tmp_path, capsys):
+    file = tmp_path / "losses.png"
+    assert cli.main(["compare", str(runs[0] / "one"), "--picture", str(file)]) == 0
+    assert file.read_bytes().startswith(b"\x89PNG") and file.stat().st_size > 10_000
+    assert cli.main(["compare", str(runs[0] / "one"), "--picture", "/nowhere/x.png"]) == 2
+    assert "--picture /nowhere/x.png: cannot be written" in capsys.readouterr().err
+
+
+def test_a_cut_line_and_lines_of_another_kind_are_left_out(runs, tmp_path):
+    (tmp_path / "status.json").write_text((runs[0] / "one" / "status.json").read_text())
+    lines = (runs[0] / "one" / "metrics.jsonl").read_text().splitlines()
+    other = json.dumps({"adapter": "a", "step": 2, "state": "failed", "reason": "x"})
+    (tmp_path / "metrics.jsonl").write_text("\n".join([*lines[:2], other, lines[2][:30]]))
+    curves = read_curves([tmp_path])
+    assert sum(len(curve.losses) for curve in curves) == 2 and all(curve.keys == {} for curve in curves)
+
+
+def test_mistakes(runs, tmp_path, capsys):
+    assert cli.main(["compare", str(tmp_path)]) == 2
+    assert "holds no run" in capsys.readouterr().err
+    assert cli.main(["compare", str(runs[0] / "one"), str(runs[0] / "one")]) == 2
+    assert "is given twice" in capsys.readouterr().err

@@ -1,0 +1,168 @@
+"""``mlora generate``: token by token what transformers + PEFT decode greedily, and the same bits in any company."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+
+import pytest
+import torch
+from peft import PeftModel
+from transformers import AutoModelForCausalLM
+
+from mlora import cli
+from mlora.config import data_config
+from mlora.engine.generate import Generator, Sampling, read_prompts, text_prompt
+from tests.cpu.runs import run, write_rows
+from tests.cpu.tiny import FAMILIES, save_tiny, tiny_tokenizer
+
+NEW = 14
+ADAPTERS = {
+    "wide": {"r": 8},
+    "narrow": {"r": 3, "use_rslora": True, "target_modules": ["q_proj", "down_proj"]},
+}
+
+
+def _run(folder, family):
+    model = save_tiny(folder / "model", family)
+    data = write_rows(folder / "rows.jsonl", 12, seed=1)
+    keys = {"dataset": str(data), "learning_rate": 2e-2, "max_steps": 3, "warmup_steps": 0}
+    run(folder / "run", model, [{"name": name, **keys, **more} for name, more in ADAPTERS.items()])
+    return folder / "run"
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory):
+    return _run(tmp_path_factory.mktemp("llama"), "llama3.2")
+
+
+def _prompts(tokenizer):
+    """Ragged: of one token, of several, of more than a window and of more than 16 rows."""
+    texts = ("a", "red green", "The quick brown fox", "one two three cat dog " * 3)
+    return [tokenizer(text).input_ids for text in texts]
+
+
+def _peft_answer(model, prompt):
+    ids = torch.tensor([prompt])
+    mask = torch.ones_like(ids)
+    return model.generate(ids, attention_mask=mask, max_new_tokens=NEW, do_sample=False)[0, len(prompt) :].tolist()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_greedy_answers_are_those_of_transformers_and_peft(tmp_path, family):
+    folder = _run(tmp_path, family)
+    generator = Generator([folder], with_base=True, dtype="float32", device="cpu")
+    prompts = _prompts(generator.tokenizer)
+    answers = list(generator.answers(prompts, Sampling(max_new_tokens=NEW)))
+    assert Counter(answer.adapter for answer in answers) == dict.fromkeys(("base", "wide", "narrow"), len(prompts))
+    for answer in answers:
+        model = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32)
+        if answer.adapter != "base":
+            model = PeftModel.from_pretrained(model, folder / "adapters" / answer.adapter)
+        theirs = _peft_answer(model.eval(), prompts[answer.prompt])
+        assert [*answer.tokens, *([2] if answer.ended else [])] == theirs, (answer.adapter, answer.prompt)
+    said = {adapter: [a.tokens for a in answers if a.adapter == adapter] for adapter in ("base", "wide", "narrow")}
+    assert said["base"] != said["wide"] != said["narrow"], "adapters that change nothing prove nothing"
+
+
+@pytest.mark.parametrize("sampling", [Sampling(max_new_tokens=NEW), Sampling(max_new_tokens=NEW, temperature=1.0)])
+def test_an_answer_does_not_depend_on_its_company(llama, sampling):
+    together = Generator([llama], with_base=True, batch_size=64)
+    prompts = _prompts(together.tokenizer) * 6  # more than 16 sequences of one adapter
+    answers = list(together.answers(prompts, sampling))
+    alone = Generator([llama / "adapters" / "narrow"], batch_size=1)
+    mine = [answer for answer in answers if answer.adapter == "narrow"]
+    assert mine == list(alone.answers(prompts, sampling))
+
+
+def test_draws_follow_seed_and_prompt(llama):
+    generator = Generator([llama / "adapters" / "wide"])
+    prompts = [[40, 41, 42]] * 3
+
+    def texts(**keys):
+        return [a.tokens for a in generator.answers(prompts, Sampling(max_new_tokens=NEW, **keys))]
+
+    drawn = texts(temperature=1.0, seed=1)
+    assert drawn == texts(temperature=1.0, seed=1) != texts(temperature=1.0, seed=2)
+    assert len(set(drawn)) == 3, "each prompt has draws of its own"
+    assert texts(temperature=1.0, top_p=1e-9) == texts() == texts(temperature=1e-4)
+
+
+def test_draws_have_the_models_probabilities(llama):
+    generator = Generator([llama / "adapters" / "wide"], batch_size=500)
+    answers = generator.answers([[40, 41, 42]] * 500, Sampling(max_new_tokens=1, temperature=2.0))
+    counts = Counter(answer.tokens for answer in answers)
+    model = AutoModelForCausalLM.from_pretrained(llama.parent / "model", dtype=torch.float32)
+    model = PeftModel.from_pretrained(model, llama / "adapters" / "wide").eval()
+    likeliest, token = torch.softmax(model(torch.tensor([[40, 41, 42]])).logits[0, -1] / 2, 0).max(0)
+    expected = 500 * float(likeliest)
+    assert abs(counts[(int(token),)] - expected) < 4 * expected**0.5
+
+
+def test_a_file_of_training_rows_is_asked_without_its_answers(tmp_path):
+    tokenizer = tiny_tokenizer()
+    path = tmp_path / "rows.jsonl"
+    rows = [
+        {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "SECRET"}]},
+        {"messages": [{"role": "system", "content": "s"}, {"role": "user", "content": "hi"}]},
+    ]
+    path.write_text("\n".join(map(json.dumps, rows)))
+    texts = [tokenizer.decode(ids) for ids in read_prompts(data_config(path), tokenizer)]
+    end = "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+    assert texts == [end, "<|im_start|>system\ns<|im_end|>\n" + end]
+    assert tokenizer.decode(text_prompt("hi", "s", False, tokenizer)) == texts[1]
+    assert tokenizer.decode(text_prompt("hi", None, True, tokenizer)) == "hi"
+
+
+@pytest.mark.parametrize(
+    ("row", "text"),
+    [
+        ({"prompt": "red", "completion": " SECRET"}, "red"),
+        ({"prompt": "red"}, "red"),
+        ({"question": "red"}, "<|im_start|>user\nred<|im_end|>\n<|im_start|>assistant\n"),
+        ({"instruction": "red", "context": "dog", "response": "SECRET"}, "red\ndog"),
+        ({"instruction": "red", "input": "dog"}, "red\ndog"),
+    ],
+)
+def test_every_form_of_a_row_can_be_asked(tmp_path, row, text):
+    path = tmp_path / "rows.json"
+    path.write_text(json.dumps([row]))
+    (ids,) = read_prompts(data_config(path), tiny_tokenizer())
+    shown = tiny_tokenizer().decode(ids)
+    assert text in shown and "SECRET" not in shown
+
+
+def test_the_command(llama, capsys):
+    command = ["generate", str(llama), "--with-base", "--prompt", "one", "--prompt", "two", "--max-new-tokens", "3"]
+    assert cli.main([*command, "--json"]) == 0
+    entries = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [(e["prompt"], e["adapter"]) for e in entries] == [
+        (prompt, adapter) for prompt in (0, 1) for adapter in ("base", "narrow", "wide")
+    ]
+    assert cli.main(command) == 0 and "[2] wide" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--prompt", "x", "--max-new-tokens", "1000"], "more than the 256 positions of the model"),
+        (["--prompt", "x", "--temperature", "-1"], "--temperature -1: give 0 for greedy"),
+        (["--prompt", "x", "--top-p", "0"], "--top-p 0"),
+        (["--prompt", "", "--plain"], "the prompt is empty"),
+        (["--prompt", "x", "--plain", "--system", "y"], "--system: only a conversation"),
+        (["--prompt", "x", "--base", "/nowhere"], "base_model: '/nowhere' is not a folder"),
+        (["--file", "/nowhere"], "/nowhere: cannot be read"),
+        (["--prompt", "x", "--batch-size", "0"], "--batch-size 0"),
+    ],
+)
+def test_mistakes_are_told_in_one_line(llama, capsys, words, message):
+    assert cli.main(["generate", str(llama), *words]) == 2
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1
+
+
+def test_a_folder_without_adapters_is_named(tmp_path, capsys):
+    assert cli.main(["generate", str(tmp_path), "--prompt", "x"]) == 2
+    assert f"{tmp_path}: there is no adapter" in capsys.readouterr().err
+    assert cli.main(["generate", "--prompt", "x"]) == 2
+    assert "give the folder of an adapter or of a run, or --base MODEL" in capsys.readouterr().err
