@@ -155,8 +155,10 @@ def _changes(version: Version, adapter: AdapterRun, base: Mapping[str, Any]) -> 
     place = f"adapters[{adapter.config.name}]"
     found = [f"{place}.{key} is {now[key]!r} and was {was.config.get(key)!r}" for key in keys]
     if was.data != adapter.data.digest:
-        labels = ", ".join(source.label for source in adapter.config.sources)
-        found.append(f"{place}.dataset: {labels} gives other tokens, or weighs them otherwise, than it did")
+        places = ", ".join(str(source.path or source.hub) for source in adapter.config.sources)
+        one = "gives other tokens than it did"
+        what = one if len(adapter.config.sources) == 1 else "give other tokens, or other shares of them, than they did"
+        found.append(f"{place}.dataset: {places} {what}")
     found += [
         f"{key} is {base[key]} and was {was.base[key]}" for key in ("dtype", "device") if was.base[key] != base[key]
     ]
