@@ -217,8 +217,10 @@ def _changes(version: Version, adapter: AdapterRun, base: Mapping[str, Any]) -> 
     was_data, _, was_held_out = was.data.partition("+")
     data, _, held_out = _data_digest(adapter).partition("+")
     if was_data != data:
-        labels = ", ".join(source.label for source in adapter.config.sources)
-        found.append(f"{place}.dataset: {labels} gives other tokens, or weighs them otherwise, than it did")
+        places = ", ".join(str(source.path or source.hub) for source in adapter.config.sources)
+        one = "gives other tokens than it did"
+        what = one if len(adapter.config.sources) == 1 else "give other tokens, or other shares of them, than they did"
+        found.append(f"{place}.dataset: {places} {what}")
     if was_held_out != held_out:
         found.append(f"{place}: the rows that it is evaluated on are others than they were")
     found += [

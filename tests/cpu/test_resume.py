@@ -13,6 +13,7 @@ from hypothesis import given, settings
 import mlora
 from mlora import UserError
 from mlora.checkpoint.versions import versions
+from mlora.data import shares
 from mlora.engine.adapter_run import AdapterRun
 from mlora.types import LINEAR_MODULES, Segment
 from tests.cpu.runs import outcome, write_rows
@@ -244,6 +245,7 @@ class Rows:
     def __init__(self, lengths):
         self.lengths = np.array(lengths)
         self.target_tokens = self.lengths - 1
+        self.shares = shares([len(lengths)], None)
 
     def __len__(self):
         return len(self.lengths)
