@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from mlora.engine.adapter_run import AdapterRun
+from mlora.engine.evaluation import best_of
 
 _TEXT = """\
 ---
@@ -13,6 +14,7 @@ tags: [lora]
 # {name}
 
 A LoRA adapter of `{base_model}`, trained with mLoRA on {data}: {rows} rows, {steps} steps, last loss {loss:.4f}.
+{note}
 
 | r | lora_alpha | lora_dropout | use_rslora | learning_rate | rows per step | seed |
 | --- | --- | --- | --- | --- | --- | --- |
@@ -36,6 +38,7 @@ def model_card(adapter: AdapterRun, base_model: str) -> str:
         rows=len(adapter.data),
         steps=len(adapter.reports),
         loss=adapter.reports[-1].loss,
+        note=_best(adapter),
         r=config.r,
         alpha=config.lora_alpha,
         dropout=config.lora_dropout,
@@ -44,3 +47,11 @@ def model_card(adapter: AdapterRun, base_model: str) -> str:
         batch=config.rows_per_step,
         seed=config.seed,
     )
+
+
+def _best(adapter: AdapterRun) -> str:
+    """Which step's weights these are, where there was a choice."""
+    best = best_of(adapter.evaluations)
+    if best is None or not adapter.config.load_best_model_at_end:
+        return ""
+    return f"The weights are those of step {best.step}, whose eval_loss of {best.loss:.4f} was the lowest.\n"

@@ -109,6 +109,8 @@ def test_patience_ends_an_adapter_and_its_best_step_is_exported(tmp_path, model,
     assert result.best_step == best
     assert result.evaluations[-1].step == len(result.reports) == best + 2
     assert "early stopping: no lower eval_loss in 2 evaluations" in result.reason
+    assert f"those of step {best}, whose eval_loss" in (result.folder / "README.md").read_text()
+    assert "eval_loss" not in (undisturbed[0].adapters["b"].folder / "README.md").read_text()
     short = [{**adapters[2], "early_stopping_patience": None, "load_best_model_at_end": False}]
     stopped = run(tmp_path / "run", model, short, lambda report: "end" if report.step == best else None)
     assert outcome(stopped, "c").weights.keys() == undisturbed[1]["c"][0].weights.keys()
