@@ -28,11 +28,14 @@ setup(
         "tokenizers>=0.22",
     ],
     extras_require={
+        "quant": ["bitsandbytes>=0.50"],
         "verify": ["peft>=0.18"],
         "demo": ["peft>=0.18", "gguf>=0.17"],
         "test": [
             "peft>=0.18",
             "gguf>=0.17",
+            "bitsandbytes>=0.50",
+            "accelerate>=1.1",
             "pytest>=8",
             "pytest-timeout",
             "hypothesis>=6",

@@ -14,6 +14,7 @@ from mlora.checkpoint.peft_files import read_adapter
 from mlora.config import AdapterConfig, parse_config
 from mlora.engine.device import prepare
 from mlora.models.decoder import Decoder
+from mlora.models.quantised import check_quantization
 from mlora.models.spec import linear_shapes, load_spec
 from mlora.models.weights import Checkpoint, resolve_base_model
 from mlora.pipeline.stage import Batch, Stage
@@ -92,7 +93,9 @@ def _engine_logits(
         state.load(matrices)
     except UserError as error:
         raise UserError(f"{folder}: {error}") from None
-    stage = Stage(Decoder(spec, Checkpoint(base, spec), layers, torch.float32, device))
+    checkpoint = Checkpoint(base, spec)
+    check_quantization(checkpoint.stored, torch.float32, device)
+    stage = Stage(Decoder(spec, checkpoint, layers, torch.float32, device, checkpoint.stored))
     stage.join(0, state)
     sample = (SampleRef(0, 0, len(input_ids)),)
     segment = Segment(adapter=0, slot=0, step=0, start=0, samples=sample, target_tokens=1, ends_step=True)
@@ -116,7 +119,10 @@ def _peft_logits(base: Path, folder: Path, input_ids: torch.Tensor) -> tuple[tor
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
-    model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32), folder).eval()
+    plain = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    if load_spec(base).stored:  # else bitsandbytes would round what goes through an int8 weight too
+        plain = plain.dequantize()
+    model = PeftModel.from_pretrained(plain, folder).eval()
     with torch.no_grad():
         adapted = model(input_ids[None]).logits[0]
         with model.disable_adapter():
