@@ -146,14 +146,6 @@ def test_on_a_quantised_base_they_equal_peft_on_bitsandbytes(tmp_path, exported_
         dense = _reference(model, adapter | {"max_steps": 1}, torch.float32)
         assert _relative(dense.losses, reference.losses[:1]) > 1e-4, "the base is not quantised"
         assert reference.losses[-1] < 0.9 * reference.losses[0], "the reference has learnt nothing"
-        print(
-            kind,
-            stages,
-            adapter["name"],
-            _relative([r.loss for r in reports], reference.losses),
-            _relative([r.grad_norm for r in reports], reference.norms),
-            _distance(exported_exactly[adapter["name"]], reference),
-        )
         assert _relative([r.loss for r in reports], reference.losses) <= 1e-5
         assert _relative([r.grad_norm for r in reports], reference.norms) <= 1e-5
         assert _distance(exported_exactly[adapter["name"]], reference) <= 1e-3
