@@ -29,6 +29,7 @@ setup(
     ],
     extras_require={
         "data": ["datasets>=4.0"],  # never runs a data set's script; its pyarrow reads Parquet and Arrow
+        "quant": ["bitsandbytes>=0.50"],
         "verify": ["peft>=0.18"],
         "plots": ["matplotlib>=3.8"],  # mlora compare --picture
         "demo": ["peft>=0.18", "gguf>=0.17"],
@@ -37,6 +38,8 @@ setup(
             "datasets>=4.0",
             "matplotlib>=3.8",
             "gguf>=0.17",
+            "bitsandbytes>=0.50",
+            "accelerate>=1.1",
             "pytest>=8",
             "pytest-timeout",
             "hypothesis>=6",

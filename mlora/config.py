@@ -45,6 +45,15 @@ _REFUSED: dict[str, tuple[tuple[object, ...], str]] = {
     "peft_type": (("LORA", None), "only LoRA adapters are trained"),
 }
 REFUSED_KEYS = frozenset(_REFUSED)
+# Keys of transformers and Axolotl for what has another name here.
+_ELSEWHERE = {
+    "load_in_4bit": "quantization: nf4",
+    "load_in_8bit": "quantization: int8",
+    "bnb_4bit_quant_type": "quantization: nf4 or fp4",
+    "bnb_4bit_use_double_quant": "double_quantization: true",
+    "llm_int8_skip_modules": "quantization_skip_modules",
+    "quantization_config": "quantization: nf4, fp4 or int8",
+}
 _REFUSED_INITS = {
     "pissa": "PiSSA moves part of the frozen weight into the adapter",
     "olora": "OLoRA moves part of the frozen weight into the adapter",
@@ -244,6 +253,9 @@ class RunConfig:
     output_dir: Path = Path("runs/default")
     dtype: Literal["auto", "float32", "bfloat16", "float16", "float64"] = "auto"  # of the frozen model
     device: Literal["auto", "cpu", "cuda"] = "auto"
+    quantization: Literal["nf4", "fp4", "int8"] | None = None  # of the frozen linears; default: as they are stored
+    double_quantization: bool | None = None  # of nf4's and fp4's scales too; default: as they are stored, else false
+    quantization_skip_modules: tuple[str, ...] = ()  # linears that are not quantised, by names or their ends
     microbatch_tokens: int | Literal["auto"] = "auto"  # the most rows of one microbatch; a longer sample goes alone
     max_active: int = 64  # adapters trained at once; the others wait
     pipeline: PipelineConfig = PipelineConfig()
@@ -258,6 +270,8 @@ class RunConfig:
         for key in ("microbatch_tokens", "max_active", "save_steps", "save_total_limit"):
             if getattr(self, key) not in (None, "auto") and getattr(self, key) < 1:
                 raise UserError(f"{key}: {getattr(self, key)} is not a positive number")
+        if self.quantization == "int8" and self.double_quantization:
+            raise UserError("double_quantization: int8 has one scale a row, which is not quantised; leave it out")
         if self.save_seconds is not None and not 0 < self.save_seconds < math.inf:
             raise UserError(f"save_seconds: {self.save_seconds:g} is not a positive number of seconds")
         names = [adapter.name for adapter in self.adapters]
@@ -455,6 +469,8 @@ def _known(cls: type, tree: Mapping[Any, Any], place: str, also: tuple[str, ...]
     for key in tree:
         if key in names:
             continue
+        if not place and key in _ELSEWHERE:
+            raise UserError(f"{key}: unknown key; write {_ELSEWHERE[key]}")
         near = difflib.get_close_matches(str(key), names, n=1, cutoff=0.5)
         hint = f"did you mean {near[0]!r}?" if near else f"known keys: {', '.join(sorted(set(names)))}"
         raise UserError(f"{place + '.' if place else ''}{key}: unknown key; {hint}")

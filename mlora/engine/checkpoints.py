@@ -16,7 +16,7 @@ from mlora.checkpoint.versions import Manifest, Version, newest_sound, write_ver
 from mlora.config import AdapterConfig
 from mlora.engine.adapter_run import AdapterRun, Record, StepReport
 from mlora.engine.evaluation import EvaluationReport, is_lower
-from mlora.models.spec import ModelSpec, linear_shapes
+from mlora.models.spec import ModelSpec, Quantization, linear_shapes
 from mlora.types import UserError
 
 _HISTORY = "history"  # float64 [steps, 5]: loss, grad_norm, learning_rate, num_tokens, skipped
@@ -27,10 +27,24 @@ _FIXED = ("r", "target_modules", "exclude_modules", "layers_to_transform", "opti
 _SIZES = ("hidden_size", "layers", "vocab_size")
 
 
-def base_facts(spec: ModelSpec, model_digest: str, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
+def base_facts(
+    spec: ModelSpec, model_digest: str, dtype: torch.dtype, device: torch.device, quantization: Quantization | None
+) -> dict[str, Any]:
     """What identifies the frozen model and how it is computed."""
     sizes = {"hidden_size": spec.hidden_size, "layers": spec.num_layers, "vocab_size": spec.vocab_size}
-    return {**sizes, "model": model_digest, "dtype": str(dtype).removeprefix("torch."), "device": device.type}
+    return {
+        **sizes,
+        "model": model_digest,
+        "dtype": str(dtype).removeprefix("torch."),
+        "device": device.type,
+        "quantization": _quantization_fact(quantization),
+    }
+
+
+def _quantization_fact(quantization: Quantization | None) -> str:
+    if quantization is None:
+        return "none"
+    return ", without ".join([str(quantization), *sorted(quantization.dense)])
 
 
 def write_checkpoint(
@@ -224,7 +238,9 @@ def _changes(version: Version, adapter: AdapterRun, base: Mapping[str, Any]) -> 
     if was_held_out != held_out:
         found.append(f"{place}: the rows that it is evaluated on are others than they were")
     found += [
-        f"{key} is {base[key]} and was {was.base[key]}" for key in ("dtype", "device") if was.base[key] != base[key]
+        f"{key} is {base[key]} and was {before}"
+        for key in ("dtype", "device", "quantization")
+        if (before := was.base.get(key, "none")) != base[key]
     ]
     if was.base["model"] != base["model"]:
         found.append("base_model: its files are others than they were")

@@ -67,7 +67,9 @@ class Leader:
             model_digest=model_digest(self._prepared.folder),
         )
         spec = self._prepared.spec
-        self._base = base_facts(spec, self.job.model_digest, self.job.dtype, choose_device(config.device))
+        self._base = base_facts(
+            spec, self.job.model_digest, self.job.dtype, choose_device(config.device), self._prepared.quantization
+        )
         if self._source is not None:
             Resume(self._source / CHECKPOINTS, start.allow_changed).apply(
                 self._adapters, self._prepared.parked, spec, self._base

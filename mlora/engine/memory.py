@@ -15,9 +15,10 @@ import torch
 from mlora.config import AdapterConfig, RunConfig
 from mlora.engine.adapter_run import AdapterRun
 from mlora.engine.device import choose_device, choose_dtype
-from mlora.models.spec import ModelSpec, linear_shapes
+from mlora.models.quantised import buffer_elements
+from mlora.models.spec import ModelSpec, Quantization, linear_shapes
 from mlora.ops.cross_entropy import CHUNK_ROWS
-from mlora.types import MERGED_LINEARS, padded
+from mlora.types import MERGED_LINEARS, module_name, padded
 
 USED = 0.92  # of a card's memory; the rest is for the driver, the allocator's gaps and communicators
 CAPS = (8192, 4096, 2048, 1024)  # microbatches of more rows bring no more speed
@@ -49,6 +50,7 @@ class MemoryModel:
     Args:
         layers: of each stage. in_flight: microbatches that each keeps.
         adapters: those that train at once, with the global names of their modules.
+        quantization: how the layers' linears are kept; None: in ``dtype``.
     """
 
     spec: ModelSpec
@@ -56,6 +58,7 @@ class MemoryModel:
     layers: Sequence[int]
     in_flight: Sequence[int]
     adapters: Sequence[tuple[AdapterConfig, Collection[str]]]
+    quantization: Quantization | None = None
 
     def need(self, stage: int, rows: int, recompute: bool) -> Need:
         """What ``stage`` needs for microbatches of at most so many rows."""
@@ -87,10 +90,23 @@ class MemoryModel:
 
     def _weights(self, stage: int) -> int:
         spec = self.spec
-        layer = sum(out * inner for out, inner in linear_shapes(spec).values()) + 2 * spec.hidden_size
+        start = sum(self.layers[:stage])
+        layers = sum(self._layer(index) for index in range(start, start + self.layers[stage]))
+        buffer = self.dtype.itemsize * buffer_elements(spec) if self.quantization else 0
         table, first, last = spec.vocab_size * spec.hidden_size, stage == 0, stage == len(self.layers) - 1
         tables = 1 if first and last and spec.tied else first + last
-        return self.dtype.itemsize * (self.layers[stage] * layer + tables * table)
+        return layers + buffer + self.dtype.itemsize * tables * table
+
+    def _layer(self, index: int) -> int:
+        total = self.dtype.itemsize * 2 * self.spec.hidden_size
+        shapes, quantization = linear_shapes(self.spec), self.quantization
+        for path in (path for paths in MERGED_LINEARS.values() for path in paths):
+            rows, columns = shapes[path.split(".")[-1]]
+            if quantization is None or module_name(index, path) in quantization.dense:
+                total += self.dtype.itemsize * rows * columns
+            else:
+                total += quantization.weight_bytes(rows, columns)
+        return total
 
     def _adapter(self, config: AdapterConfig, targets: Collection[str], stage: int) -> int:
         """Masters, gradients and moments in float32 and the compute copy, of the stage's share of the layers."""
@@ -114,7 +130,12 @@ class MemoryModel:
 
 
 def fitted(
-    config: RunConfig, spec: ModelSpec, layers: Sequence[int], in_flight: Sequence[int], adapters: Sequence[AdapterRun]
+    config: RunConfig,
+    spec: ModelSpec,
+    layers: Sequence[int],
+    in_flight: Sequence[int],
+    adapters: Sequence[AdapterRun],
+    quantization: Quantization | None = None,
 ) -> RunConfig:
     """The configuration with what says "auto" chosen for the GPU that is here; without one, 2,048 rows."""
     device = choose_device(config.device)
@@ -128,6 +149,7 @@ def fitted(
             layers=layers,
             in_flight=in_flight,
             adapters=[(adapter.config, adapter.targets) for adapter in active],
+            quantization=quantization,
         )
         tokens, recompute = _fit(config, model, max(int(max(adapter.data.lengths)) for adapter in adapters), device)
     return replace(

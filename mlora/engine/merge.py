@@ -45,6 +45,8 @@ def merge(adapter_folder: Path, output: Path, base: str | None = None, dtype: st
     spec = load_spec(folder)
     targets = check_fits(adapter, spec)
     checkpoint = Checkpoint(folder, spec)
+    if checkpoint.stored is not None:
+        raise UserError(f"{folder}: its weights are stored quantised; give --base the model that they were made from")
     shards = {
         shard: [TensorPlan(name=name, shape=shape, dtype=dtype or _stored(kind)) for name, shape, kind in tensors]
         for shard, tensors in checkpoint.files().items()
@@ -55,7 +57,7 @@ def merge(adapter_folder: Path, output: Path, base: str | None = None, dtype: st
             write_weights(staging / shard, plans, lambda plan: _merged(checkpoint, adapter, plan))
         if len(shards) > 1:
             write_index(staging, shards)
-        main = dtype or _stored(checkpoint.stored(f"{targets[0]}.weight"))
+        main = dtype or _stored(checkpoint.dtype_of(f"{targets[0]}.weight"))
         copy_beside(folder, staging, main)
         check = _compare(folder, adapter, staging, main)
     return Merged(folder=output, dtype=main, modules=len(targets), **check)

@@ -14,10 +14,12 @@ from mlora.adapters.targets import match_targets
 from mlora.config import AdapterConfig, DatasetConfig, RunConfig
 from mlora.data import TokenData, hold_out, join_tokens, open_source, open_tokens
 from mlora.engine.adapter_run import AdapterRun
+from mlora.engine.device import choose_device, choose_dtype
 from mlora.engine.layout import layer_counts
 from mlora.engine.memory import fitted
 from mlora.engine.warnings import deployment_warnings
-from mlora.models.spec import ModelSpec, load_spec
+from mlora.models.quantised import check_quantization, choose_quantization
+from mlora.models.spec import ModelSpec, Quantization, load_spec
 from mlora.models.tokenizer import load_tokenizer
 from mlora.models.weights import Checkpoint, resolve_base_model
 from mlora.pipeline.schedule import in_flight
@@ -40,6 +42,7 @@ class Prepared:
     config: RunConfig
     folder: Path
     spec: ModelSpec
+    quantization: Quantization | None
     tokenizer: PreTrainedTokenizerBase
     adapters: list[AdapterRun]
     layers: tuple[int, ...]
@@ -55,7 +58,7 @@ def prepare(config: RunConfig, stages: int, resumable: Collection[str] = ()) -> 
     folder = resolve_base_model(config.base_model)
     spec = load_spec(folder)
     layers = layer_counts(spec, stages, config.pipeline.layers)
-    Checkpoint(folder, spec)
+    quantization = _quantization(config, spec, Checkpoint(folder, spec))
     tokenizer = load_tokenizer(folder, spec.vocab_size)
     adapters: list[AdapterRun] = []
     parked: dict[str, str] = {}
@@ -71,9 +74,10 @@ def prepare(config: RunConfig, stages: int, resumable: Collection[str] = ()) -> 
         raise UserError(next(iter(parked.values())))
     flight = in_flight(stages, config.pipeline.in_flight or _factor(config, stages))
     prepared = Prepared(
-        config=fitted(config, spec, layers, flight, adapters),
+        config=fitted(config, spec, layers, flight, adapters, quantization),
         folder=folder,
         spec=spec,
+        quantization=quantization,
         tokenizer=tokenizer,
         adapters=adapters,
         layers=layers,
@@ -83,6 +87,18 @@ def prepare(config: RunConfig, stages: int, resumable: Collection[str] = ()) -> 
     if stages > 1:
         print(f"{stages} stages of {layers} layers, microbatches in flight {prepared.in_flight}", flush=True)
     return prepared
+
+
+def _quantization(config: RunConfig, spec: ModelSpec, checkpoint: Checkpoint) -> Quantization | None:
+    """How the frozen weights are kept, which must work here, with a line on it."""
+    quantization, device = choose_quantization(config, spec, checkpoint), choose_device(config.device)
+    dtype = choose_dtype(config.dtype, device)
+    check_quantization(quantization, dtype, device)
+    if quantization is not None:
+        others = f" and {len(quantization.dense)} skipped linears" if quantization.dense else ""
+        name = str(dtype).removeprefix("torch.")
+        print(f"frozen linears: {quantization}; embedding, norms, biases, head{others} in {name}", flush=True)
+    return quantization
 
 
 def _check_rates(adapter: AdapterRun) -> None:

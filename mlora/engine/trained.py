@@ -16,6 +16,7 @@ from mlora.checkpoint.peft_files import Matrices, adapter_files, read_adapter
 from mlora.config import REFUSED_KEYS, AdapterConfig, parse_config
 from mlora.engine.output import ADAPTERS
 from mlora.models.decoder import Decoder
+from mlora.models.quantised import check_quantization
 from mlora.models.spec import ModelSpec, linear_shapes, load_spec
 from mlora.models.weights import Checkpoint, resolve_base_model
 from mlora.pipeline.stage import Stage
@@ -112,7 +113,9 @@ def load_stage(
     spec = load_spec(folder)
     layers = range(spec.num_layers) if layers is None else layers
     targets = [check_fits(adapter, spec) for adapter in adapters]
-    stage = Stage(Decoder(spec, Checkpoint(folder, spec), layers, dtype, device))
+    checkpoint = Checkpoint(folder, spec)
+    check_quantization(checkpoint.stored, dtype, device)
+    stage = Stage(Decoder(spec, checkpoint, layers, dtype, device, checkpoint.stored))
     for slot, (adapter, modules) in enumerate(zip(adapters, targets, strict=True), BARE_SLOT + 1):
         state = AdapterState(adapter.config, modules, linear_shapes(spec), layers, dtype, device)
         state.load({name: adapter.matrices[name] for name in state.matrices()})

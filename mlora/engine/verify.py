@@ -71,7 +71,10 @@ def _peft_logits(base: Path, folder: Path, input_ids: torch.Tensor) -> tuple[tor
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
-    model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32), folder).eval()
+    plain = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    if load_spec(base).stored:  # else bitsandbytes would round what goes through an int8 weight too
+        plain = plain.dequantize()
+    model = PeftModel.from_pretrained(plain, folder).eval()
     with torch.no_grad():
         adapted = model(input_ids[None]).logits[0]
         with model.disable_adapter():

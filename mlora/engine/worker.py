@@ -13,6 +13,7 @@ import torch
 from mlora.adapters.state import AdapterState
 from mlora.config import RunConfig
 from mlora.models.decoder import Decoder
+from mlora.models.quantised import check_quantization, choose_quantization
 from mlora.models.spec import linear_shapes, load_spec
 from mlora.models.weights import Checkpoint, resolve_base_model
 from mlora.pipeline.executor import Decider, Entry, Executor, Window
@@ -72,7 +73,10 @@ class Worker:
         self.waited_s = 0.0  # for snapshots
         self._spec = load_spec(folder)
         self._layers = range(*job.first_layers[index : index + 2])
-        model = Decoder(self._spec, Checkpoint(folder, self._spec), self._layers, job.dtype, device)
+        checkpoint = Checkpoint(folder, self._spec)
+        quantization = choose_quantization(job.config, self._spec, checkpoint)
+        check_quantization(quantization, job.dtype, device)
+        model = Decoder(self._spec, checkpoint, self._layers, job.dtype, device, quantization)
         self._stage = Stage(model, job.config.recompute is True)
         self.executor = Executor(self._stage, transport, job.in_flight, job.first_layers, self._meet, decider)
 

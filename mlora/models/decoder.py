@@ -16,7 +16,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from mlora.models.spec import ModelSpec
+from mlora.models.quantised import FrozenLinears
+from mlora.models.spec import ModelSpec, Quantization
 from mlora.models.weights import Checkpoint
 from mlora.ops import batch_lora
 from mlora.ops.attention import attention, attention_backward
@@ -89,15 +90,25 @@ class Kept:
 
 
 class Decoder:
-    """The model's layers ``layers``; the first slice also embeds, the last also has the final norm and the head."""
+    """The model's layers ``layers``; the first slice also embeds, the last also has the final norm and the head.
+
+    ``quantization``: how the layers' linears are kept; None: in ``dtype``, as all else.
+    """
 
     def __init__(
-        self, spec: ModelSpec, checkpoint: Checkpoint, layers: range, dtype: torch.dtype, device: torch.device
+        self,
+        spec: ModelSpec,
+        checkpoint: Checkpoint,
+        layers: range,
+        dtype: torch.dtype,
+        device: torch.device,
+        quantization: Quantization | None = None,
     ) -> None:
         self.spec, self.layers, self.dtype, self.device = spec, layers, dtype, device
         self.is_first, self.is_last = layers.start == 0, layers.stop == spec.num_layers
         self.width = spec.hidden_size
-        self._layers = {i: _Layer(spec, i, checkpoint.layer(i), dtype, device) for i in layers}
+        linears = FrozenLinears(spec, quantization, dtype, device)
+        self._layers = {i: _Layer(spec, i, checkpoint.layer(i), linears, dtype, device) for i in layers}
         if self.is_first:
             self.embedding_VD = checkpoint.embedding().to(device, dtype)
         if self.is_last:
@@ -162,16 +173,21 @@ class Decoder:
 
 class _Layer:
     def __init__(
-        self, spec: ModelSpec, index: int, tensors: Mapping[str, torch.Tensor], dtype: torch.dtype, device: torch.device
+        self,
+        spec: ModelSpec,
+        index: int,
+        tensors: Mapping[str, torch.Tensor],
+        linears: FrozenLinears,
+        dtype: torch.dtype,
+        device: torch.device,
     ) -> None:
-        moved = {name: tensor.to(dtype) for name, tensor in tensors.items()}
-        self._weights = {m: _merged(moved, paths, "weight").to(device) for m, paths in MERGED_LINEARS.items()}
+        self._weights = {merged: linears.weight(tensors, index, merged) for merged in MERGED_LINEARS}
         self._biases = {
-            m: _merged(moved, paths, "bias").to(device)
+            m: torch.cat([tensors[f"{path}.bias"] for path in paths]).to(device, dtype)
             for m, paths in MERGED_LINEARS.items()
-            if f"{paths[0]}.bias" in moved
+            if f"{paths[0]}.bias" in tensors
         }
-        norms = {name.removesuffix(".weight"): x.to(device) for name, x in moved.items() if "norm" in name}
+        norms = {name.removesuffix(".weight"): x.to(device, dtype) for name, x in tensors.items() if "norm" in name}
         self._norm_1, self._norm_2 = norms["input_layernorm"], norms["post_attention_layernorm"]
         self._eps, self._window = spec.rms_norm_eps, spec.windows[index]
         self._heads = Heads(
@@ -189,7 +205,7 @@ class _Layer:
         terms: dict[str, LoraTerm] = {}
 
         def linear(merged: str, x: torch.Tensor) -> torch.Tensor:
-            weight, bias = self._weights[merged], self._biases.get(merged)
+            weight, bias = self._weights[merged].matrix(), self._biases.get(merged)
             y, terms[merged] = batch_lora.forward(x, weight, bias, banks[merged], packed.routing)
             return y
 
@@ -212,7 +228,7 @@ class _Layer:
 
     def backward(self, x_TD: torch.Tensor, kept: _LayerKept, packed: Packed, dx_TD: torch.Tensor) -> torch.Tensor:
         def linear(merged: str, dy: torch.Tensor) -> tuple[torch.Tensor, LoraTerm]:
-            return batch_lora.backward(dy, self._weights[merged], kept.terms[merged])
+            return batch_lora.backward(dy, self._weights[merged].matrix(), kept.terms[merged])
 
         dhidden, dterm = linear("down", dx_TD)
         dgate_up, hidden = swiglu_backward(kept.gate_up, dhidden, dterm)
@@ -231,10 +247,6 @@ class _Layer:
         dx_TD, normed_TD = rms_norm_backward(x_TD, self._norm_1, self._eps, dnormed_TD, dterm, dx_TD)
         batch_lora.accumulate_a(normed_TD, dterm)
         return dx_TD
-
-
-def _merged(tensors: Mapping[str, torch.Tensor], paths: tuple[str, ...], kind: str) -> torch.Tensor:
-    return torch.cat([tensors[f"{path}.{kind}"] for path in paths])
 
 
 class _Rotary:

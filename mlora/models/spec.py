@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from transformers import AutoConfig, PretrainedConfig
@@ -20,6 +20,32 @@ _MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 _EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
 _SCALED_ROPES = ("linear", "llama3", "yarn")  # the others change with the length of the sequence
 _LFS_MAGIC = b"version https://git-lfs"
+_BLOCK, _NESTED_BLOCK = 64, 256  # weights of one scale, and scales of one scale of theirs: bitsandbytes' defaults
+
+
+@dataclass(frozen=True, kw_only=True)
+class Quantization:
+    """How the weights of the layers' linears are kept. Embedding, norms, biases and head stay in the compute dtype.
+
+    ``double``: the scales of a 4-bit weight are quantised too. ``dense`` are the global names of linears that stay in
+    the compute dtype.
+    """
+
+    kind: Literal["nf4", "fp4", "int8"]
+    double: bool = False
+    dense: frozenset[str] = frozenset()
+
+    def __str__(self) -> str:
+        return self.kind + (" with double quantisation" if self.double else "")
+
+    def weight_bytes(self, rows: int, columns: int) -> int:
+        """Of one quantised weight with its scales."""
+        elements = rows * columns
+        if self.kind == "int8":
+            return elements + 4 * rows
+        blocks = -(-elements // _BLOCK)
+        scales = blocks + 4 * -(-blocks // _NESTED_BLOCK) + 4 if self.double else 4 * blocks
+        return -(-elements // 2) + scales
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,7 +54,7 @@ class ModelSpec:
 
     ``windows`` has one entry per layer: None for full causal attention, else how many tokens a query sees, itself
     counted. ``inv_freq`` holds ``head_dim / 2`` float32 values in radians per position; ``rope_scaling`` multiplies
-    the cosines and sines.
+    the cosines and sines. ``stored`` is what config.json says of weights that are stored quantised.
     """
 
     model_type: str
@@ -49,6 +75,7 @@ class ModelSpec:
     windows: tuple[int | None, ...]
     inv_freq: tuple[float, ...]
     rope_scaling: float
+    stored: Quantization | None = None
 
 
 def load_spec(folder: Path) -> ModelSpec:
@@ -58,7 +85,9 @@ def load_spec(folder: Path) -> ModelSpec:
     model that the engine does not train.
     """
     path = folder / "config.json"
-    _refuse_unsupported(read_json(path), path)
+    raw = read_json(path)
+    _refuse_unsupported(raw, path)
+    stored = _stored(raw.get("quantization_config"), path)
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     except Exception as error:  # whatever transformers raises here is about this one file
@@ -85,6 +114,7 @@ def load_spec(folder: Path) -> ModelSpec:
         windows=_windows(config, path),
         inv_freq=inv_freq,
         rope_scaling=rope_scaling,
+        stored=stored,
     )
 
 
@@ -136,10 +166,27 @@ def _refuse_unsupported(raw: dict[str, Any], path: Path) -> None:
         raise UserError(f"{path}: {model_type} is a mixture-of-experts model; only dense models are trained")
     if model_type not in _MODEL_TYPES:
         raise UserError(f"{path}: model_type {model_type!r} is not one of {', '.join(_MODEL_TYPES)}")
-    if raw.get("quantization_config"):
-        raise UserError(f"{path}: quantization_config: quantised models are not supported; use the original weights")
     if raw.get("hidden_act", "silu") != "silu":
         raise UserError(f"{path}: hidden_act {raw['hidden_act']!r} is not supported; only silu is")
+
+
+def _stored(quantised: Any, path: Path) -> Quantization | None:
+    """What transformers writes beside weights that bitsandbytes has quantised; other methods are refused by name."""
+    if not quantised:
+        return None
+    if not isinstance(quantised, dict):
+        raise UserError(f"{path}: quantization_config: expected an object, found {type(quantised).__name__}")
+    four, eight = (bool(quantised.get(f"load_in_{bits}bit")) for bits in (4, 8))
+    method = quantised.get("quant_method", "bitsandbytes" if four or eight else None)
+    if method != "bitsandbytes":
+        raise UserError(
+            f"{path}: quantization_config: the weights are stored in the form of {method!r}, and only that of "
+            "bitsandbytes is supported; use the original weights, with quantization: nf4 in the run's configuration"
+        )
+    kind: Any = "int8" if eight else quantised.get("bnb_4bit_quant_type", "fp4")
+    if four == eight or kind not in ("nf4", "fp4", "int8"):
+        raise UserError(f"{path}: quantization_config says neither 4 bits of nf4 or fp4 nor 8 bits; use other weights")
+    return Quantization(kind=kind, double=four and bool(quantised.get("bnb_4bit_use_double_quant")))
 
 
 def _check_sizes(config: PretrainedConfig, path: Path) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -10,12 +12,13 @@ from huggingface_hub import snapshot_download
 from huggingface_hub.errors import GatedRepoError, HFValidationError, LocalEntryNotFoundError, RepositoryNotFoundError
 from safetensors import SafetensorError, safe_open
 
-from mlora.models.spec import ModelSpec, linear_shapes, read_json, refuse_lfs_pointer
-from mlora.types import UserError
+from mlora.models.spec import ModelSpec, Quantization, linear_shapes, read_json, refuse_lfs_pointer
+from mlora.types import MERGED_LINEARS, UserError, module_name
 
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
 _FLOATS = ("F64", "F32", "F16", "BF16")
+_ITEMSIZE = {"U8": 1, "I8": 1, "F16": 2, "BF16": 2, "F32": 4}  # in which packed weights are stored
 _EMBEDDING, _NORM, _HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
 _DOWNLOADS = ("model*.safetensors", "*.json", "*.jinja", "tokenizer.model", "merges.txt")
 
@@ -23,22 +26,38 @@ _DOWNLOADS = ("model*.safetensors", "*.json", "*.jinja", "tokenizer.model", "mer
 class Checkpoint:
     """The weights in a model's folder, checked by their headers; tensors are read when they are asked for.
 
-    Raises UserError naming the file where a tensor that ``spec`` needs is missing, of another shape or not a float,
-    where one is left over, where a tied model has a head of its own (transformers would use that one after all), or
-    where a file is missing, cut off, unknown to the index or a Git-LFS pointer.
+    Raises UserError naming the file where a tensor that ``spec`` needs is missing, of another shape or not a float (nor
+    what bitsandbytes stores, where config.json says so), where one is left over, where a tied model has a head of its
+    own (transformers would use that one after all), or where a file is missing, cut off, unknown to the index or a
+    Git-LFS pointer.
     """
 
     def __init__(self, folder: Path, spec: ModelSpec) -> None:
         self._spec = spec
         self._entries = _read_entries(folder)
         shapes = _tensor_shapes(spec)
-        _check_complete(self._entries, shapes, folder)
-        _check_nothing_left_out(self._entries, shapes)
+        self._scales = _scales(self._entries, spec) if spec.stored else {}
+        _check_complete(self._entries, shapes, self._scales, folder)
+        for name in self._scales:
+            _check_quantised(name, self._entries, shapes[f"{name}.weight"], spec.stored)
+        _check_nothing_left_out(self._entries, shapes, self._scales)
+        if spec.stored and not self._scales:
+            raise UserError(
+                f"{folder / 'config.json'}: quantization_config says {spec.stored}, but the weights are floats; take "
+                "it out there, and write quantization in the run's configuration"
+            )
         if spec.tied and _HEAD in self._entries and not torch.equal(self.tensor(_HEAD), self.embedding()):
             raise UserError(
                 f"{folder / 'config.json'}: ties head and embedding, which differ in {self._entries[_HEAD].file.name}; "
                 "write tie_word_embeddings: false there"
             )
+
+    @property
+    def stored(self) -> Quantization | None:
+        """How the weights are stored; ``dense`` are the linears stored as floats."""
+        if self._spec.stored is None:
+            return None
+        return replace(self._spec.stored, dense=frozenset(linear_names(self._spec)) - self._scales.keys())
 
     def tensor(self, name: str) -> torch.Tensor:
         """The tensor of that name (as in transformers) on the CPU, in the dtype in which it is stored.
@@ -48,7 +67,7 @@ class Checkpoint:
         with safe_open(self._entries[name].file, framework="pt") as file:
             return file.get_tensor(name)
 
-    def stored(self, name: str) -> str:
+    def dtype_of(self, name: str) -> str:
         """The type in which the tensor is stored, by safetensors' name."""
         return self._entries[name].dtype
 
@@ -69,8 +88,14 @@ class Checkpoint:
         return self.tensor(_EMBEDDING if self._spec.tied else _HEAD)
 
     def layer(self, index: int) -> dict[str, torch.Tensor]:
-        """All tensors of one decoder layer by short name, such as ``self_attn.q_proj.weight`` ``[O, D]``."""
-        return {name: self.tensor(f"model.layers.{index}.{name}") for name in _layer_shapes(self._spec)}
+        """All tensors of one decoder layer by short name, such as ``self_attn.q_proj.weight`` ``[O, D]``.
+
+        With a weight that is stored quantised come its scales, named as in the file.
+        """
+        prefix = f"model.layers.{index}."
+        names = [f"{prefix}{name}" for name in _layer_shapes(self._spec)]
+        names += [scale for name, found in self._scales.items() if name.startswith(prefix) for scale in found]
+        return {name.removeprefix(prefix): self.tensor(name) for name in names}
 
     def final_norm(self) -> torch.Tensor:
         """``[D]``, the weight of the norm before the head."""
@@ -191,7 +216,51 @@ def _layer_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def _check_complete(entries: dict[str, _Entry], shapes: dict[str, tuple[int, ...]], folder: Path) -> None:
+def linear_names(spec: ModelSpec) -> list[str]:
+    """The global names of all linears of the layers, such as ``model.layers.0.self_attn.q_proj``."""
+    paths = [path for paths in MERGED_LINEARS.values() for path in paths]
+    return [module_name(index, path) for index in range(spec.num_layers) for path in paths]
+
+
+def _scales(entries: dict[str, _Entry], spec: ModelSpec) -> dict[str, list[str]]:
+    """What is stored of each quantised linear besides its weight."""
+    linears = set(linear_names(spec))
+    found: dict[str, list[str]] = {}
+    for name in entries:
+        linear, is_four_bit, _ = name.partition(".weight.")
+        if not is_four_bit:
+            linear, dot, last = name.rpartition(".")
+            if not dot or last not in ("SCB", "weight_format"):
+                continue
+        if linear in linears:
+            found.setdefault(linear, []).append(name)
+    return found
+
+
+def _check_quantised(
+    name: str, entries: dict[str, _Entry], shape: tuple[int, ...], stored: Quantization | None
+) -> None:
+    """A linear's weight and scales have the sizes that bitsandbytes gives them."""
+    weight = entries[f"{name}.weight"]
+    assert stored is not None
+    if stored.kind == "int8":
+        scale = entries.get(f"{name}.SCB")
+        good = scale is not None and (scale.dtype, scale.shape) == ("F32", shape[:1])
+        good = good and (weight.dtype, weight.shape) == ("I8", shape)
+    else:
+        size = math.prod(weight.shape) * _ITEMSIZE.get(weight.dtype, 0)
+        needed = (f"{name}.weight.absmax", f"{name}.weight.quant_state.bitsandbytes__{stored.kind}")
+        good = all(key in entries for key in needed) and size == -(-math.prod(shape) // 2)
+    if not good:
+        raise UserError(
+            f"{weight.file}: {name}.weight, {weight.dtype} {list(weight.shape)}, is not what bitsandbytes stores as "
+            f"{stored.kind} for {list(shape)}; do the file and config.json belong together?"
+        )
+
+
+def _check_complete(
+    entries: dict[str, _Entry], shapes: dict[str, tuple[int, ...]], quantised: Collection[str], folder: Path
+) -> None:
     missing = [name for name in shapes if name not in entries]
     if missing:
         source = folder / (_SINGLE if (folder / _SINGLE).exists() else _INDEX)
@@ -201,18 +270,26 @@ def _check_complete(entries: dict[str, _Entry], shapes: dict[str, tuple[int, ...
         )
     for name, shape in shapes.items():
         entry = entries[name]
+        if name.removesuffix(".weight") in quantised:
+            continue
         if entry.shape != shape:
             raise UserError(
                 f"{entry.file}: {name} has shape {list(entry.shape)}, but config.json asks for {list(shape)}; "
                 "do the two belong together?"
             )
         if entry.dtype not in _FLOATS:
-            raise UserError(f"{entry.file}: {name} is stored as {entry.dtype}; quantised weights are not supported")
+            raise UserError(
+                f"{entry.file}: {name} is stored as {entry.dtype}, which is no float, and not as bitsandbytes would "
+                "store it with a quantization_config in config.json; use the original weights"
+            )
 
 
-def _check_nothing_left_out(entries: dict[str, _Entry], shapes: dict[str, tuple[int, ...]]) -> None:
+def _check_nothing_left_out(
+    entries: dict[str, _Entry], shapes: dict[str, tuple[int, ...]], scales: Mapping[str, Sequence[str]]
+) -> None:
     """Refuse tensors that transformers would warn of: a bias or a layer left out is another model, silently."""
+    places = shapes.keys() | {scale for found in scales.values() for scale in found}
     for name, entry in entries.items():
         harmless = name == _HEAD or name.endswith(".rotary_emb.inv_freq") or not name.startswith(("model.", "lm_head."))
-        if name not in shapes and not harmless:
+        if name not in places and not harmless:
             raise UserError(f"{entry.file}: {name} has no place in config.json's model; do the two belong together?")

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from peft import LoraConfig, get_peft_model
-from transformers import AutoModelForCausalLM, get_scheduler
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, get_scheduler
 from transformers.models.llama import modeling_llama
 
 from mlora.adapters.init import initial_matrices
@@ -42,10 +42,16 @@ class EngineDropout(torch.nn.Module):
 
 
 def train_with_peft(
-    model_folder: Path, config: AdapterConfig, data: TokenData, total_steps: int, warmup: int, dtype: torch.dtype
+    model_folder: Path,
+    config: AdapterConfig,
+    data: TokenData,
+    total_steps: int,
+    warmup: int,
+    dtype: torch.dtype,
+    quantization: BitsAndBytesConfig | None = None,
 ) -> Reference:
     """The whole training, one sample at a time, the loss divided by the step's own count of shifted labels."""
-    model = _build(model_folder, config, dtype)
+    model = _build(model_folder, config, dtype, quantization)
     clock: dict[str, int] = {}
     for name, module in model.named_modules():
         if hasattr(module, "lora_dropout") and config.lora_dropout > 0:
@@ -86,8 +92,11 @@ def exact_norms(monkeypatch) -> None:
     monkeypatch.setattr(modeling_llama.LlamaRMSNorm, "forward", forward)
 
 
-def _build(folder: Path, config: AdapterConfig, dtype: torch.dtype) -> torch.nn.Module:
-    base = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="sdpa")
+def _build(
+    folder: Path, config: AdapterConfig, dtype: torch.dtype, quantization: BitsAndBytesConfig | None
+) -> torch.nn.Module:
+    quantised = {"quantization_config": quantization, "device_map": "cpu"} if quantization else {}
+    base = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="sdpa", **quantised)
     targets = config.target_modules
     model = get_peft_model(
         base,

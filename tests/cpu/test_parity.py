@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from transformers import BitsAndBytesConfig
 
 from mlora import parse_config
 from mlora.adapters.optimizer import warmup_steps
@@ -28,14 +29,15 @@ def exported_exactly(monkeypatch):
     original = AdapterState.matrices
 
     def spy(self):
-        kept[self.config.name] = original(self)
-        return kept[self.config.name]
+        matrices = original(self)
+        kept.setdefault(self.config.name, {}).update(matrices)  # of every stage
+        return matrices
 
     monkeypatch.setattr(AdapterState, "matrices", spy)
     return kept
 
 
-def _adapters(folder):
+def _adapters(folder, steps=STEPS):
     return [
         {
             "name": "wide",
@@ -43,7 +45,7 @@ def _adapters(folder):
             "r": 8,
             "lora_dropout": 0.1,
             "learning_rate": 5e-3,
-            "max_steps": STEPS,
+            "max_steps": steps,
             "warmup_steps": 5,
             "per_device_train_batch_size": 2,
             "gradient_accumulation_steps": 2,
@@ -61,7 +63,7 @@ def _adapters(folder):
             "layers_to_transform": [0, 2],
             "learning_rate": 1e-2,
             "lr_scheduler_type": "linear",
-            "max_steps": STEPS,
+            "max_steps": steps,
             "per_device_train_batch_size": 3,
             "max_grad_norm": 0.5,
         },
@@ -73,17 +75,18 @@ def _adapters(folder):
             "target_modules": "all-linear",
             "learning_rate": 0.5,
             "lr_scheduler_type": "constant",
-            "max_steps": STEPS,
+            "max_steps": steps,
             "per_device_train_batch_size": 4,
         },
     ]
 
 
-def _reference(model, adapter, dtype) -> Reference:
+def _reference(model, adapter, dtype, quantization=None) -> Reference:
     config = parse_config({"base_model": "x", "adapters": [adapter]}).adapters[0]
     task = SftTask(config.dataset, load_tokenizer(model), 256, VOCAB)
     data = open_tokens(open_source(config.dataset), task.encode, task.digest, cache_folder() / "tokens")
-    return train_with_peft(model, config, data, STEPS, warmup_steps(config, STEPS), dtype)
+    steps = config.max_steps
+    return train_with_peft(model, config, data, steps, warmup_steps(config, steps), dtype, quantization)
 
 
 def _relative(ours: list[float], theirs: list[float]) -> float:
@@ -120,3 +123,29 @@ def test_three_adapters_together_equal_their_own_peft_runs(
         assert _relative([r.loss for r in reports], reference.losses) <= scalars
         assert _relative([r.grad_norm for r in reports], reference.norms) <= scalars
         assert _distance(exported_exactly[adapter["name"]], reference) <= weights
+
+
+QUANTISED = {
+    "nf4": BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True),
+    "int8": BitsAndBytesConfig(load_in_8bit=True),
+}
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+@pytest.mark.parametrize("kind", QUANTISED)
+def test_on_a_quantised_base_they_equal_peft_on_bitsandbytes(tmp_path, exported_exactly, kind, stages):
+    """In float32, which is bitsandbytes' finest: with int8 it then multiplies by dequantised weights too, on a CPU."""
+    model = save_tiny(tmp_path / "model", "llama3.1")
+    adapters = _adapters(tmp_path, steps=20)
+    asked = {"quantization": kind} | ({"double_quantization": True} if kind == "nf4" else {})
+    pipeline = {"stages": stages, "transport": "local"}
+    results = run(tmp_path / "run", model, adapters, dtype="float32", microbatch_tokens=100, pipeline=pipeline, **asked)
+    for adapter in adapters:
+        reports = results.adapters[adapter["name"]].reports
+        reference = _reference(model, adapter, torch.float32, QUANTISED[kind])
+        dense = _reference(model, adapter | {"max_steps": 1}, torch.float32)
+        assert _relative(dense.losses, reference.losses[:1]) > 1e-4, "the base is not quantised"
+        assert reference.losses[-1] < 0.9 * reference.losses[0], "the reference has learnt nothing"
+        assert _relative([r.loss for r in reports], reference.losses) <= 1e-5
+        assert _relative([r.grad_norm for r in reports], reference.norms) <= 1e-5
+        assert _distance(exported_exactly[adapter["name"]], reference) <= 1e-3

@@ -28,6 +28,8 @@ VERSIONS = "tests/cpu/test_versions.py"
 ISOLATION = "tests/cpu/test_isolation.py"
 EVALUATION = "tests/cpu/test_evaluation.py"
 KERNELS = "tests/kernels/test_company.py"
+QUANTISED = "tests/cpu/test_quantised.py"
+DENSE = "test_a_quantised_base_is_a_dense_one_with_the_dequantised_weights"
 COMPANY = f"{SHARED}::test_company_and_cuts_change_no_bit"
 # invariant, mutant, the test that must catch it
 MUTANTS = (
@@ -38,6 +40,9 @@ MUTANTS = (
     (1, "rate_of_the_next_step", PARITY),
     (1, "attention_across_samples", PARITY),
     (1, "rslora_scales_by_r", PARITY),
+    (1, "quantised_from_the_stored_dtype", f"{QUANTISED}::test_the_bits_are_those_of_transformers_with_bitsandbytes"),
+    (1, "modules_in_the_same_rows", f"{QUANTISED}::{DENSE}"),
+    (1, "weight_left_from_forward", f"{QUANTISED}::{DENSE}"),
     (2, "gradient_over_the_whole_segment", COMPANY),
     (2, "mask_by_slot", COMPANY),
     (2, "mask_by_row", COMPANY),

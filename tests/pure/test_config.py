@@ -341,8 +341,8 @@ def test_adding_a_key_is_a_decision():
         return " ".join(field.name for field in dataclasses.fields(cls))
 
     assert keys(RunConfig) == (
-        "base_model adapters output_dir dtype device microbatch_tokens max_active pipeline recompute "
-        "save_steps save_seconds save_total_limit"
+        "base_model adapters output_dir dtype device quantization double_quantization quantization_skip_modules "
+        "microbatch_tokens max_active pipeline recompute save_steps save_seconds save_total_limit"
     )
     assert keys(PipelineConfig) == "stages replicas layers in_flight transport"
     assert keys(DatasetConfig) == (

@@ -1,0 +1,251 @@
+"""Quantised frozen weights: NF4, FP4 and int8 as bitsandbytes makes them, dequantised before every product.
+
+A quantised model is the dense model of its dequantised weights: products are the same ones in the compute dtype, so
+whatever holds of them (neighbours, stages, recompute) holds here. LLM.int8's decomposition of outliers is not used: it
+chooses columns by all rows of a product, so neighbours' rows would change an adapter.
+
+Each module of a merged linear is quantised by itself, and all are dequantised into the rows of one buffer, which the
+next merged linear uses again.
+
+Letters: O out features, D in features.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any, Protocol
+
+import torch
+
+from mlora.config import RunConfig
+from mlora.models.spec import ModelSpec, Quantization, linear_shapes
+from mlora.models.weights import Checkpoint, linear_names
+from mlora.types import MERGED_LINEARS, UserError, module_name
+
+# It asks for a kernel that multiplies by 4-bit weights, which nothing here does.
+logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
+
+
+class FrozenWeight(Protocol):
+    """The weight of a merged linear."""
+
+    def matrix(self) -> torch.Tensor:
+        """[O, D] in the compute dtype, to be used before that of another weight of the slice is asked for."""
+
+
+@dataclass(frozen=True)
+class DenseWeight:
+    """A weight in the compute dtype."""
+
+    weight_OD: torch.Tensor
+
+    def matrix(self) -> torch.Tensor:
+        return self.weight_OD
+
+    def write(self, out_OD: torch.Tensor) -> None:
+        """A copy, where other modules of the merged linear are quantised."""
+        out_OD.copy_(self.weight_OD)
+
+
+@dataclass(frozen=True)
+class Int8Weight:
+    """One module's weight as whole numbers, with the size of a row's steps in float32."""
+
+    values_OD: torch.Tensor
+    steps_O1: torch.Tensor
+
+    def write(self, out_OD: torch.Tensor) -> None:
+        """Dequantised, rounded once to the compute dtype."""
+        torch.mul(self.values_OD, self.steps_O1, out=out_OD)
+
+
+@dataclass(frozen=True)
+class FourBitWeight:
+    """One module's weight as ``packed`` uint8 [n, 1], two weights a byte, and bitsandbytes' QuantState.
+
+    ``state.dtype`` is the compute dtype.
+    """
+
+    packed: torch.Tensor
+    state: Any
+
+    def write(self, out_OD: torch.Tensor) -> None:
+        """Dequantised."""
+        if out_OD.is_cuda:
+            _bitsandbytes().dequantize_4bit(self.packed, self.state, out=out_OD)
+        else:  # its kernels for CPUs cannot write into a tensor that is there
+            out_OD.copy_(_bitsandbytes().dequantize_4bit(self.packed, self.state))
+
+
+ModuleWeight = DenseWeight | Int8Weight | FourBitWeight
+
+
+@dataclass(frozen=True)
+class QuantisedWeight:
+    """A merged linear whose modules are kept by themselves, and written together into ``buffer`` [n] when needed.
+
+    ``parts`` come with the shapes of their matrices.
+    """
+
+    parts: Sequence[tuple[tuple[int, int], ModuleWeight]]
+    buffer: torch.Tensor
+
+    def matrix(self) -> torch.Tensor:
+        rows, columns = sum(shape[0] for shape, _ in self.parts), self.parts[0][0][1]
+        matrix_OD = self.buffer[: rows * columns].view(rows, columns)
+        start = 0
+        for (count, _), weight in self.parts:
+            weight.write(matrix_OD[start : start + count])
+            start += count
+        return matrix_OD
+
+
+class FrozenLinears:
+    """Makes the merged linears of one slice; those that are quantised share one buffer in ``dtype``.
+
+    The buffer is made once, so that it lies where a CUDA graph that has read it will find it again.
+    """
+
+    def __init__(
+        self, spec: ModelSpec, quantization: Quantization | None, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self._quantization, self._dtype, self._device = quantization, dtype, device
+        self._shapes = linear_shapes(spec)
+        if quantization is not None:
+            self._buffer = torch.empty(buffer_elements(spec), dtype=dtype, device=device)
+
+    def weight(self, tensors: Mapping[str, torch.Tensor], layer: int, merged: str) -> FrozenWeight:
+        """The weight from the tensors of its layer (``Checkpoint.layer``), quantised where it is to be and is not yet.
+
+        Of what is quantised, one module's weight at a time is there in ``dtype``. What is kept shares no memory with
+        ``tensors``. Raises UserError where stored scales are damaged.
+        """
+        paths = MERGED_LINEARS[merged]
+        quantization, names = self._quantization, [module_name(layer, path) for path in paths]
+        if quantization is None or quantization.dense.issuperset(names):
+            whole = torch.cat([tensors[f"{path}.weight"].to(self._dtype) for path in paths])
+            return DenseWeight(whole.to(self._device))
+        shapes = [self._shapes[path.split(".")[-1]] for path in paths]
+        parts = [self._part(tensors, path, name, quantization) for path, name in zip(paths, names, strict=True)]
+        return QuantisedWeight(list(zip(shapes, parts, strict=True)), self._buffer)
+
+    def _part(
+        self, tensors: Mapping[str, torch.Tensor], path: str, name: str, quantization: Quantization
+    ) -> ModuleWeight:
+        weight = tensors[f"{path}.weight"]
+        if f"{path}.SCB" in tensors:
+            return Int8Weight(weight.to(self._device, copy=True), _steps(tensors[f"{path}.SCB"].to(self._device)))
+        if f"{path}.weight.absmax" in tensors:
+            return self._stored_four_bit(tensors, path, name)
+        if name in quantization.dense:
+            return DenseWeight(weight.to(self._device, self._dtype, copy=True))
+        return _quantised(weight.to(self._device, self._dtype), quantization)
+
+    def _stored_four_bit(self, tensors: Mapping[str, torch.Tensor], path: str, name: str) -> FourBitWeight:
+        prefix, shape = f"{path}.weight.", self._shapes[path.split(".")[-1]]
+        scales = {key.removeprefix(prefix): x.clone() for key, x in tensors.items() if key.startswith(prefix)}
+        try:
+            state = _bitsandbytes().QuantState.from_dict(scales, device=self._device)
+            blocks = -(-shape[0] * shape[1] // state.blocksize)
+            good = (tuple(state.shape), state.absmax.numel()) == (shape, blocks)
+        except (AssertionError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError):
+            good = False
+        if not good:
+            raise UserError(
+                f"{name}.weight: the scales stored with it are damaged or of another weight; fetch them again"
+            )
+        state.dtype = self._dtype
+        packed = tensors[f"{path}.weight"].reshape(-1).view(torch.uint8).view(-1, 1)
+        return FourBitWeight(packed.to(self._device, copy=True), state)
+
+
+def choose_quantization(config: RunConfig, spec: ModelSpec, checkpoint: Checkpoint) -> Quantization | None:
+    """How a run keeps the frozen linears: as they are stored, or else as its configuration says.
+
+    Raises UserError where the two contradict each other, or where a name is no linear's.
+    """
+    kind, double, skip = config.quantization, config.double_quantization, config.quantization_skip_modules
+    stored = checkpoint.stored
+    if stored is not None:
+        if kind not in (None, stored.kind) or double not in (None, stored.double) or skip:
+            raise UserError(
+                f"quantization: the weights of {config.base_model} are stored as {stored} and used as they are; leave "
+                "out quantization, double_quantization and quantization_skip_modules, or give the original weights"
+            )
+        return stored
+    if kind is None:
+        if double or skip:
+            key = "double_quantization" if double else "quantization_skip_modules"
+            raise UserError(
+                f"{key}: nothing is quantised without quantization; write quantization: nf4, or leave it out"
+            )
+        return None
+    return Quantization(kind=kind, double=bool(double), dense=_skipped(skip, spec))
+
+
+def check_quantization(quantization: Quantization | None, dtype: torch.dtype, device: torch.device) -> None:
+    """Raises UserError where weights cannot be quantised or dequantised here; tries it with a small one."""
+    if quantization is None:
+        return
+    if find_spec("bitsandbytes") is None:
+        raise UserError(f"quantization: {quantization.kind} needs bitsandbytes: pip install 'mlora-engine[quant]'")
+    if dtype == torch.float64:
+        raise UserError(f"dtype: float64 is finer than {quantization.kind} is dequantised to; write float32")
+    try:
+        small_OD = torch.ones(64, 64, dtype=dtype, device=device)
+        _quantised(small_OD, quantization).write(small_OD)
+        works = bool((small_OD == 1).all())
+        reason = "a weight of ones did not come back"
+    except Exception as error:  # whatever its native library raises where it does not fit the device
+        works, reason = False, " ".join(str(error).split())
+    if not works:
+        raise UserError(
+            f"quantization: bitsandbytes does not work on this {device.type}: {reason}; see python -m bitsandbytes, or "
+            "leave quantization out"
+        )
+
+
+def buffer_elements(spec: ModelSpec) -> int:
+    """How many weights the largest merged linear has: the buffer of a slice with quantised weights."""
+    shapes = linear_shapes(spec)
+    merged = [[shapes[path.split(".")[-1]] for path in paths] for paths in MERGED_LINEARS.values()]
+    return max(sum(rows * columns for rows, columns in parts) for parts in merged)
+
+
+def _quantised(weight_OD: torch.Tensor, quantization: Quantization) -> Int8Weight | FourBitWeight:
+    """As transformers' loading with bitsandbytes does it, on the weight's device and from its dtype."""
+    if quantization.kind == "int8":
+        values_OD, absmax_O, _ = _bitsandbytes().int8_vectorwise_quant(weight_OD.contiguous().to(torch.float16))
+        return Int8Weight(values_OD, _steps(absmax_O))
+    packed, state = _bitsandbytes().quantize_4bit(
+        weight_OD.contiguous(), quant_type=quantization.kind, compress_statistics=quantization.double
+    )
+    return FourBitWeight(packed, state)
+
+
+def _steps(absmax_O: torch.Tensor) -> torch.Tensor:
+    return absmax_O.unsqueeze(1).mul(1.0 / 127.0)
+
+
+def _skipped(names: Sequence[str], spec: ModelSpec) -> frozenset[str]:
+    """The linears that ``names`` mean: each is a whole name, or the beginning or the end of one, between dots."""
+    linears = linear_names(spec)
+    skipped: set[str] = set()
+    for name in names:
+        found = {linear for linear in linears if f".{name}." in f".{linear}."}
+        if not found:
+            raise UserError(
+                f"quantization_skip_modules: {name!r} is no linear of the model's layers; write for example down_proj, "
+                "model.layers.0 or model.layers.0.mlp.down_proj (embedding, norms and head are never quantised)"
+            )
+        skipped |= found
+    return frozenset(skipped)
+
+
+def _bitsandbytes() -> Any:
+    """Its functions; imported when they are needed, since it is an extra."""
+    return import_module("bitsandbytes.functional")
