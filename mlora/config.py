@@ -47,8 +47,6 @@ _REFUSED: dict[str, tuple[tuple[object, ...], str]] = {
 REFUSED_KEYS = frozenset(_REFUSED)
 # Keys of transformers and Axolotl for what has another name here.
 _ELSEWHERE = {
-    "load_in_4bit": "quantization: nf4",
-    "load_in_8bit": "quantization: int8",
     "bnb_4bit_quant_type": "quantization: nf4 or fp4",
     "bnb_4bit_use_double_quant": "double_quantization: true",
     "llm_int8_skip_modules": "quantization_skip_modules",

@@ -79,15 +79,14 @@ _IDLE: dict[str, str] = {  # keys that ask for what is the case anyway, or for w
     "dataset_num_proc": "the tokenizer uses all cores",
     "preprocessing_num_workers": "the tokenizer uses all cores",
 }
-_QUANTISED = "quantised bases are not there yet"
 _FIXED: dict[str, tuple[tuple[object, ...], str]] = {  # the values that ask for what is the case; why no other is taken
-    "adapter": (("lora",), "LoRA on an unquantised base is what is trained; leave it out"),
+    "adapter": (("lora",), "only LoRA adapters are trained; leave it out, and write quantization: nf4 for QLoRA"),
     "finetuning_type": (("lora",), "only LoRA adapters are trained; leave it out"),
     "stage": (("sft",), "supervised fine-tuning is what is there; leave it out"),
     "do_train": ((True,), "mlora train always trains; leave it out"),
-    "load_in_4bit": ((False, None), f"{_QUANTISED}; leave it out"),
-    "load_in_8bit": ((False, None), f"{_QUANTISED}; leave it out"),
-    "quantization_bit": ((None,), f"{_QUANTISED}; leave it out"),
+    "load_in_4bit": ((False, None), "write quantization: nf4"),
+    "load_in_8bit": ((False, None), "write quantization: int8"),
+    "quantization_bit": ((None,), "write quantization: nf4 or int8"),
     "neftune_noise_alpha": ((None, 0), "noise on the embeddings is not there; leave it out"),
     "trust_remote_code": ((False, None), "code of a model is never run; leave it out"),
     "train_on_inputs": ((False, None), "write train_on: all inside dataset"),

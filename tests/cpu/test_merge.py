@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from mlora import UserError, cli
 from mlora.config import data_config
-from mlora.data import open_tokens
+from mlora.data import open_source, open_tokens
 from mlora.engine.evaluate import evaluate
 from mlora.engine.merge import merge
 from mlora.engine.portable import export_portable
@@ -167,7 +167,7 @@ def _reference(base, adapter, path):
     model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
     model = (PeftModel.from_pretrained(model, adapter) if adapter else model).eval()
     task = SftTask(data_config(path).dataset, load_tokenizer(base, VOCAB), 256, VOCAB)
-    data = open_tokens(path, task.encode, task.digest, cache_folder() / "tokens")
+    data = open_tokens(open_source(data_config(path).dataset), task.encode, task.digest, cache_folder() / "tokens")
     total, hits, count = 0.0, 0, 0
     for i in range(len(data)):
         ids, labels = (torch.tensor(x).long()[None] for x in data.sample(i))

@@ -443,7 +443,7 @@ def refusal(work: Callable[[], object]) -> str:
         ({"quantization": "nf4", "quantization_skip_modules": ["lm_head"]}, "'lm_head' is no linear of the model's"),
         ({"quantization": "int8", "double_quantization": True}, "double_quantization: int8 has one scale a row"),
         ({"quantization": "nf5"}, "did you mean 'nf4'"),
-        ({"load_in_4bit": True}, "load_in_4bit: unknown key; write quantization: nf4"),
+        ({"load_in_4bit": True}, "load_in_4bit: True is not supported: write quantization: nf4"),
     ],
 )
 def test_contradictions_are_refused(model: Path, top: dict[str, object], words: str) -> None:

@@ -19,6 +19,7 @@ import torch
 
 from mlora import parse_config
 from mlora.config import RunConfig
+from mlora.data import shares
 from mlora.engine.adapter_run import AdapterRun, StepReport
 from mlora.engine.cadence import Cadence
 from mlora.engine.coordinator import Coordinator
@@ -142,6 +143,7 @@ class StubData:
     def __init__(self, seed: int, rows: int = 40) -> None:
         self.lengths = np.random.default_rng(seed).integers(20, 61, rows)
         self.target_tokens = self.lengths - 1
+        self.shares = shares([rows], None)
 
     def __len__(self) -> int:
         return len(self.lengths)

@@ -165,7 +165,7 @@ def test_a_choice_of_other_programs_that_is_none_here(key):
         (lambda: message(top={"learning_rate": 1}), "learning_rate: belongs to an adapter: write learning_rate under"),
         (lambda: message(top={"lora_r": 1}), "lora_r: belongs to an adapter: write r under defaults"),
         (lambda: message(dataset={"path": "x", "cutoff_len": 3}), "dataset.cutoff_len: belongs to an adapter: write"),
-        (lambda: message(top={"load_in_4bit": True}), "load_in_4bit: True is not supported: quantised bases"),
+        (lambda: message(top={"load_in_4bit": True}), "load_in_4bit: True is not supported: write quantization: nf4"),
         (lambda: message(top={"bf16": True, "dtype": "float16"}), "bf16: dtype is given too"),
         (lambda: message(top={"bf16": True, "fp16": True}), "fp16: dtype is given too"),
         (lambda: message(top={"bf16": 3}), "bf16: expected true or false, found 3"),
