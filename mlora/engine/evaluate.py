@@ -8,8 +8,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
 from mlora.config import AdapterConfig
 from mlora.data import TokenData, open_source, open_tokens
 from mlora.engine.batches import packed_inputs
@@ -18,11 +16,10 @@ from mlora.engine.prepare import cache_folder
 from mlora.engine.trained import BARE_SLOT, BASE, base_of, find_trained, load_stage
 from mlora.models.spec import load_spec
 from mlora.models.tokenizer import load_tokenizer
-from mlora.ops.cross_entropy import CHUNK_ROWS
 from mlora.ops.exact import exact_sum
-from mlora.pipeline.stage import SliceModel, Stage
+from mlora.pipeline.stage import Batch, Stage
 from mlora.tasks import SftTask
-from mlora.types import IGNORE, Microbatch, SampleRef, Segment, UserError
+from mlora.types import Microbatch, SampleRef, Segment, UserError
 
 _MICROBATCH_ROWS = 2048
 
@@ -77,16 +74,13 @@ def evaluate(
     return [_evaluate(stage, data, slot, name) for slot, name in slots.items()]
 
 
-@torch.no_grad()
 def _evaluate(stage: Stage, data: TokenData, slot: int, name: str) -> Evaluation:
     model, losses, correct = stage.model, [], 0
     for microbatch in _microbatches(data, slot, row_bucket(model.device, model.dtype)):
         input_ids_T, targets_T = packed_inputs(microbatch, lambda _: data, _raise_unreadable)
-        x_TD = model.embed(input_ids_T.to(model.device))
-        out_TD = model.infer(x_TD, model.pack(microbatch, dropout=False), stage.banks)
-        nll_N, hits = _scores(model, out_TD, targets_T)
-        losses.append(exact_sum(nll_N.tolist()))
-        correct += hits
+        for loss, hits in stage.score(Batch(microbatch, input_ids_T.to(model.device), targets_T)).tolist():
+            losses.append(loss)
+            correct += int(hits)
     count = int(data.target_tokens.sum())
     return Evaluation(
         adapter=name,
@@ -115,20 +109,6 @@ def _microbatch(samples: Sequence[SampleRef], slot: int, bucket: Callable[[int],
         adapter=slot, slot=slot, step=0, start=0, samples=tuple(samples), target_tokens=1, ends_step=False
     )
     return Microbatch(0, (segment,), bucket(segment.stop))
-
-
-def _scores(model: SliceModel, out_TD: torch.Tensor, targets_T: torch.Tensor) -> tuple[torch.Tensor, int]:
-    """The loss of each row with a target, and how many of them the model predicts; logits exist in chunks only."""
-    rows_N = (targets_T != IGNORE).nonzero()[:, 0]
-    losses, hits = [], 0
-    for rows in rows_N.split(CHUNK_ROWS):
-        hidden_CD = model.norm(out_TD[rows.to(out_TD.device)])
-        labels_C = targets_T[rows].to(out_TD.device)
-        logits_CV = hidden_CD @ model.head_VD.T
-        logits_CV = logits_CV.to(torch.promote_types(logits_CV.dtype, torch.float32))
-        losses.append(torch.nn.functional.cross_entropy(logits_CV, labels_C, reduction="none"))
-        hits += int((logits_CV.argmax(-1) == labels_C).sum())
-    return torch.cat(losses).double().cpu(), hits
 
 
 def _raise_unreadable(adapter: int, error: OSError) -> None:

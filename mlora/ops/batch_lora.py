@@ -77,6 +77,7 @@ class LinearBank:
         self.groups: dict[int, LoraGroup] = {}
         self._table: torch.Tensor | None = None
         self._stale = True
+        self._outgrown: list[torch.Tensor] = []
         self._changed()
 
     def put(self, slot: int, group: LoraGroup) -> None:
@@ -98,10 +99,18 @@ class LinearBank:
             for slot, group in self.groups.items():
                 for part in group.parts:
                     table[slot, part.index] = torch.tensor(_entry(group, part))
-            # in place where it fits: graphs go on reading it there
-            self._table = self._table.copy_(table) if slots == len(self._table) else table.to(device)
+            self._renew(table, device)
             self._stale = False
         return self._table
+
+    def _renew(self, table: torch.Tensor, device: torch.device) -> None:
+        """In place where it fits, since graphs go on reading it there; else graphs in flight still need the old one."""
+        assert self._table is not None
+        if len(table) == len(self._table):
+            self._table.copy_(table)
+        else:
+            self._outgrown.append(self._table)
+            self._table = table.to(device)
 
     def layout(self, device: torch.device) -> tuple[object, ...]:
         """What kernels are compiled and launched for."""
@@ -233,7 +242,7 @@ def _samples(bank: LinearBank, routing: Routing) -> Iterator[tuple[LoraGroup, Se
 
 
 def _shrink(
-    x_ND: torch.Tensor, group: LoraGroup, segment: Segment, sample: SampleRef, dropout: bool = True
+    x_ND: torch.Tensor, group: LoraGroup, segment: Segment, sample: SampleRef, dropout: bool
 ) -> torch.Tensor:
     """s · drop(x)·Aᵀ for all parts, [N, R]."""
     if group.dropout == 0 or not dropout:
@@ -284,9 +293,6 @@ def _add_product(out_NM: torch.Tensor, left_NK: torch.Tensor, right_KM: torch.Te
 
 def _accumulate(grad_RM: torch.Tensor, left_NR: torch.Tensor, right_NM: torch.Tensor) -> None:
     """grad += leftᵀ·right over one sample's rows, in the accumulator's precision."""
-    if left_NR.is_cuda and grad_RM.dtype != left_NR.dtype:
-        grad_RM.add_(torch.mm(left_NR.T, right_NM, out_dtype=grad_RM.dtype))
-        return
     left_NR, right_NM = left_NR.to(grad_RM.dtype), right_NM.to(grad_RM.dtype)
     ranks = grad_RM.shape[0]
     if ranks % _TILE:

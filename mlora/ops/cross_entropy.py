@@ -18,12 +18,10 @@ def linear_cross_entropy(
     weight_VD: torch.Tensor,
     labels_N: torch.Tensor,
     weights_N: torch.Tensor,
-    with_grad: bool = True,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Loss of each row and the gradient of Σ weights·loss.
 
-    Returns ``nll_N`` = -log softmax(hidden·Wᵀ)[label] in at least float32, unweighted, and ``dhidden_ND`` (None without
-    ``with_grad``). N must be a multiple of 16 so that no row's product depends on the others; rows of weight 0 give a
+    Returns ``nll_N`` = -log softmax(hidden·Wᵀ)[label] in at least float32, unweighted, and ``dhidden_ND``. N must be a multiple of 16 so that no row's product depends on the others; rows of weight 0 give a
     zero gradient. The weight is the row's share of its adapter's step: 1 / target tokens of that step.
     """
     losses, grads = [], []
@@ -31,16 +29,14 @@ def linear_cross_entropy(
         rows = slice(start, start + CHUNK_ROWS)
         logits_CV = F.linear(hidden_ND[rows], weight_VD)
         if has_kernels(logits_CV):
-            losses.append(kernels("cross_entropy").cross_entropy(logits_CV, labels_N[rows], weights_N[rows], with_grad))
-            if with_grad:
-                grads.append(logits_CV @ weight_VD)
+            losses.append(kernels("cross_entropy").cross_entropy(logits_CV, labels_N[rows], weights_N[rows], True))
+            grads.append(logits_CV @ weight_VD)
             continue
         logits_CV = logits_CV.to(torch.promote_types(logits_CV.dtype, torch.float32))
         label_C1 = labels_N[rows, None]
         losses.append(-torch.log_softmax(logits_CV, dim=-1).gather(1, label_C1)[:, 0])
-        if with_grad:
-            grads.append(_grad(logits_CV, label_C1, weights_N[rows, None].to(logits_CV.dtype), weight_VD))
-    return torch.cat(losses), torch.cat(grads) if with_grad else None
+        grads.append(_grad(logits_CV, label_C1, weights_N[rows, None].to(logits_CV.dtype), weight_VD))
+    return torch.cat(losses), torch.cat(grads)
 
 
 def linear_cross_entropy_scores(

@@ -24,7 +24,7 @@ def sent(x: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 def on_host(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Copies on the CPU, by way of pinned memory, which is ten times as fast; the host waits once for all."""
+    """Copies on the CPU by way of pinned memory; the host waits once for all."""
     copies = [x.to("cpu", non_blocking=True) if x.is_cuda else x.clone() for x in tensors]
     if any(x.is_cuda for x in tensors):
         torch.cuda.current_stream().synchronize()

@@ -226,7 +226,6 @@ class Stage:
         """Keeps the losses of the rows with a target; returns the gradient of ``out_TD``, zero in all other rows."""
         out_ND = out_TD[rows_N]
         nll_N, dnormed_ND = linear_cross_entropy(self.model.norm(out_ND), self.model.head_VD, labels_N, weights_N)
-        assert dnormed_ND is not None
         dout_ND = self.model.norm_backward(out_ND, dnormed_ND)
         self._keep_losses(batch, nll_N)
         count = int((batch.targets_T != IGNORE).sum())
