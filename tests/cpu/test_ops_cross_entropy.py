@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from mlora.ops.cross_entropy import CHUNK_ROWS, linear_cross_entropy
+from mlora.ops.cross_entropy import CHUNK_ROWS, linear_cross_entropy, linear_cross_entropy_scores
 
 D = 24
 CHUNK = CHUNK_ROWS
@@ -38,9 +38,13 @@ def test_losses_and_gradient_equal_torchs(rows, vocab, dtype, limit):
     assert not grad[::5].any(), "a row of weight 0 has a gradient"
 
 
-def test_no_gradient_unless_wanted():
-    nll, grad = linear_cross_entropy(*_inputs(32, 100), with_grad=False)
-    assert grad is None and torch.equal(nll, linear_cross_entropy(*_inputs(32, 100))[0])
+def test_scores_have_the_losses_of_training_and_tell_the_likeliest():
+    hidden, weight, labels, weights = _inputs(32, 100)
+    nll, correct = linear_cross_entropy_scores(hidden, weight, labels)
+    assert torch.equal(nll, linear_cross_entropy(hidden, weight, labels, weights)[0])
+    likeliest = (hidden @ weight.T).argmax(-1)
+    assert torch.equal(correct, labels == likeliest) and not bool(correct.all())
+    assert bool(linear_cross_entropy_scores(hidden, weight, likeliest)[1].all())
 
 
 @pytest.mark.parametrize("start", [0, 240, 256, 400, 512])
