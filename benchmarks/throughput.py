@@ -28,7 +28,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import find_spec
 from itertools import pairwise
@@ -44,6 +44,7 @@ from mlora.adapters.optimizer import clip_coefficient
 from mlora.adapters.state import AdapterState
 from mlora.adapters.targets import match_targets
 from mlora.engine.device import choose_device, choose_dtype, prepare, row_bucket
+from mlora.engine.memory import MemoryModel
 from mlora.models.decoder import Decoder
 from mlora.models.spec import ModelSpec, linear_shapes, load_spec
 from mlora.ops.exact import exact_sum
@@ -160,10 +161,14 @@ class Case:
 
 
 class Way(Protocol):
-    """One way to train. ``work`` is made once from the tokens [jobs, samples, tokens]; a step may return a loss."""
+    """One way to train. ``work`` is made once from the tokens [jobs, samples, tokens]; a step may return a loss.
+
+    ``predicted``: bytes of memory, where the way has a model of it.
+    """
 
     def work(self, case: Case, tokens: torch.Tensor) -> Any: ...
     def step(self, work: Any) -> float | torch.Tensor | None: ...
+    def predicted(self, case: Case) -> int | None: ...
 
 
 class RandomCheckpoint:
@@ -202,13 +207,16 @@ class Engine:
     def __init__(self, spec: ModelSpec, adapters: int, frozen: bool, device: torch.device) -> None:
         prepare(device)
         layers, dtype = range(spec.num_layers), choose_dtype("auto", device)
-        self._device, self._frozen = device, frozen
+        self._device, self._dtype, self._frozen = device, dtype, frozen
         self._stage = Stage(Decoder(spec, RandomCheckpoint(spec, dtype, device), layers, dtype, device))  # type: ignore[arg-type]
+        self._memory = MemoryModel(spec=spec, dtype=dtype, layers=[spec.num_layers], in_flight=[1], adapters=[])
         shape = {"r": 1, "target_modules": ["k_proj"], "layers_to_transform": [0]} if frozen else {"r": R}
         for slot in range(adapters):
             adapter = {"name": str(slot), "dataset": "none", "lora_alpha": ALPHA, "seed": slot} | shape
             config = parse_config({"base_model": "none", "adapters": [adapter]}).adapters[0]
             targets = match_targets(config, spec.num_layers)
+            if not frozen:
+                self._memory = replace(self._memory, adapters=[*self._memory.adapters, (config, targets)])
             self._stage.join(slot, AdapterState(config, targets, linear_shapes(spec), layers, dtype, device))
 
     def work(self, case: Case, tokens: torch.Tensor) -> list[Batch]:
@@ -217,6 +225,10 @@ class Engine:
 
     def step(self, work: list[Batch]) -> float | None:
         return [self._train(batch) for batch in work][-1]
+
+    def predicted(self, case: Case) -> int:
+        rows = case.tokens_per_step // (case.jobs if case.suffix else 1)
+        return self._memory.need(0, row_bucket(self._device, self._dtype)(rows), recompute=False).total
 
     def _train(self, batch: Batch) -> float | None:
         self._stage.forward(batch)
@@ -243,7 +255,7 @@ class Engine:
             Segment(slot, slot, 0, place * samples * length, refs, samples * (length - 1), ends_step=True)
             for place, slot in enumerate(slots)
         )
-        rows = row_bucket(self._device, choose_dtype("auto", self._device))(segments[-1].stop)
+        rows = row_bucket(self._device, self._dtype)(segments[-1].stop)
         padding = rows - segments[-1].stop
         own = tokens[list(slots)].view(-1, length)
         targets = torch.nn.functional.pad(own[:, 1:], (0, 1), value=IGNORE)
@@ -287,6 +299,9 @@ class Peer:
         self._optimizer.step()
         self._optimizer.zero_grad()
         return loss.detach()
+
+    def predicted(self, case: Case) -> None:
+        return None
 
 
 class Clock:
@@ -359,6 +374,7 @@ def _measure(way: Way, spec: ModelSpec, case: Case, steps: int, device: torch.de
         "tokens_per_s": case.tokens_per_step / median,
         "tflops": 4 * parameters(spec) * case.tokens_per_step / median / 1e12,
         "gib": torch.cuda.max_memory_allocated() / 2**30 if cuda else None,
+        "predicted": bytes_ / 2**30 if cuda and (bytes_ := way.predicted(case)) else None,
         "loss": None if loss is None else float(loss),
     }
     if case.tokens >= LONG:
@@ -444,7 +460,19 @@ def table(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
 
 
 def rows_table(found: Mapping[str, Result]) -> str:
-    head = ("row", "tokens", "ms", "least", "most", "tokens/s", "TFLOP/s (4NT)", "GiB", "loss", "attention")
+    head = (
+        "row",
+        "tokens",
+        "ms",
+        "least",
+        "most",
+        "tokens/s",
+        "TFLOP/s (4NT)",
+        "GiB",
+        "predicted",
+        "loss",
+        "attention",
+    )
     return table(head, [_cells(result, len(head)) for result in found.values()])
 
 
@@ -452,7 +480,7 @@ def _cells(result: Result, count: int) -> list[str]:
     if "note" in result:
         return [result["row"], result["note"], *[""] * (count - 2)]
     times = (f"{result[key] * 1e3:.1f}" for key in ("seconds", "least", "most"))
-    optional = (("gib", "{:.1f}"), ("loss", "{:.2f}"), ("attention", "{:.1%}"))
+    optional = (("gib", "{:.1f}"), ("predicted", "{:.1f}"), ("loss", "{:.2f}"), ("attention", "{:.1%}"))
     return [
         result["row"],
         f"{result['tokens']:,}",
