@@ -77,7 +77,9 @@ class Worker:
         quantization = choose_quantization(job.config, self._spec, checkpoint)
         check_quantization(quantization, job.dtype, device)
         model = Decoder(self._spec, checkpoint, self._layers, job.dtype, device, quantization)
-        self._stage = Stage(model, job.config.recompute is True)
+        # while one thread captures a graph, no other may allocate or launch: CUDA ends the capture
+        graphs = transport is None or not transport.in_process
+        self._stage = Stage(model, job.config.recompute is True, graphs)
         self.executor = Executor(self._stage, transport, job.in_flight, job.first_layers, self._meet, decider)
 
     def run(self, windows: Iterable[Window]) -> None:

@@ -111,7 +111,7 @@ class _Graph:
 def captured(work: Callable[[], Any], pool: Any) -> tuple[Callable[[], None], Any]:
     """A function that does ``work`` again on the same memory, and what the work gives."""
     graph = torch.cuda.CUDAGraph()
-    # "thread_local": other stages may be threads of this process and go on with their own work
+    # "thread_local": threads that save and export may go on with their own work
     with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
         result = work()
     return graph.replay, result

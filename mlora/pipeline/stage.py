@@ -84,11 +84,12 @@ class _Closing:
 
 
 class Stage:
-    """Runs F, B, E and STEP for one slice of the model."""
+    """Runs F, B, E and STEP for one slice of the model. ``graphs``: whether CUDA graphs may be captured."""
 
-    def __init__(self, model: SliceModel, recompute: bool = False) -> None:
+    def __init__(self, model: SliceModel, recompute: bool = False, graphs: bool = True) -> None:
         self.model = model
         self._recompute = recompute
+        self._most_graph_rows = MOST_ROWS if graphs else 0
         self._banks: Banks = {
             layer: {merged: LinearBank(len(paths)) for merged, paths in MERGED_LINEARS.items()} for layer in model.layers
         }
@@ -189,7 +190,7 @@ class Stage:
             self._optimizers[slot].step(decision.learning_rate, decision.coefficient / self._scale)
 
     def _forward(self, x_TD: torch.Tensor, packed: Any) -> tuple[torch.Tensor, Any]:
-        if x_TD.is_cuda and len(x_TD) <= MOST_ROWS:
+        if x_TD.is_cuda and len(x_TD) <= self._most_graph_rows:
             banks = [bank for banks in self._banks.values() for bank in banks.values()]
             return self._graphs.forward(x_TD, packed, tuple(bank.layout(x_TD.device) for bank in banks))
         return self._run(x_TD, packed)

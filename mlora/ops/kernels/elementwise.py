@@ -16,7 +16,7 @@ import triton.language as tl
 
 from mlora.ops.batch_lora import LoraTerm
 from mlora.ops.elementwise import Heads
-from mlora.ops.kernels import FUSED
+from mlora.ops.kernels import FUSED, UNFUSED
 from mlora.ops.kernels.lora import (
     FIELDS,
     add_term,
@@ -32,9 +32,9 @@ from mlora.ops.kernels.lora import (
 )
 from mlora.ops.routing import NARROW_TILE, ROW_TILE
 
-_ADD = {"column_tile": 64, "num_warps": 4} | FUSED
-_ROTATE = {"num_warps": 4} | FUSED
-_SWIGLU = {"column_tile": 128, "column_tiles": 8, "num_warps": 8} | FUSED
+_ADD = {"column_tile": 64, "num_warps": 4} | UNFUSED
+_ROTATE = {"num_warps": 4} | UNFUSED
+_SWIGLU = {"column_tile": 128, "column_tiles": 8, "num_warps": 8} | UNFUSED
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:

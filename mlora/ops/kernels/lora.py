@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from mlora.ops.batch_lora import LinearBank, LoraTerm
-from mlora.ops.kernels import FUSED
+from mlora.ops.kernels import UNFUSED
 from mlora.ops.random import ROUNDS
 from mlora.ops.routing import NARROW_TILE, ROW_TILE, Routing
 
@@ -25,11 +25,11 @@ A, B, GRAD_A, GRAD_B = (tl.constexpr(i) for i in range(4))
 KEY, RANK, THRESHOLD, SCALING, KEEP_SCALE, COLUMN, WIDTH, IN_WIDTH = (tl.constexpr(i) for i in range(4, 12))
 RANKS = tl.constexpr(16)
 _ROUNDS = tl.constexpr(ROUNDS)
-_SHRINK = {"column_tile": 256, "num_warps": 4, "num_stages": 3} | FUSED
-_BACKWARD_B = {"row_tile": 64, "column_tile": 256, "num_warps": 8, "num_stages": 3} | FUSED
-_SUM_PARTS = {"num_warps": 1} | FUSED
-_OUTER = {"row_tile": 64, "column_tile": 128, "num_warps": 4, "num_stages": 4} | FUSED
-_EXPAND = {"column_tile": 64, "num_warps": 4} | FUSED
+_SHRINK = {"column_tile": 256, "num_warps": 4, "num_stages": 3} | UNFUSED
+_BACKWARD_B = {"row_tile": 64, "column_tile": 256, "num_warps": 8, "num_stages": 3} | UNFUSED
+_SUM_PARTS = {"num_warps": 1} | UNFUSED
+_OUTER = {"row_tile": 64, "column_tile": 128, "num_warps": 4, "num_stages": 4} | UNFUSED
+_EXPAND = {"column_tile": 64, "num_warps": 4} | UNFUSED
 
 
 def shrink(x: torch.Tensor, bank: LinearBank, routing: Routing) -> torch.Tensor:

@@ -64,11 +64,17 @@ class Link(Protocol):
 
 
 class Transport:
-    """A stage's messages. Links are keyed by direction and neighbour, so a receive never holds up a send."""
+    """A stage's messages. Links are keyed by direction and neighbour, so a receive never holds up a send.
 
-    def __init__(self, stage: int, stages: int, links: Mapping[tuple[Direction, int], Link]) -> None:
+    ``in_process``: whether the stages are threads of this process.
+    """
+
+    def __init__(
+        self, stage: int, stages: int, links: Mapping[tuple[Direction, int], Link], in_process: bool = False
+    ) -> None:
         self.stage = stage
         self.stages = stages
+        self.in_process = in_process
         self._links = links
 
     def send(self, direction: Direction, tensors: Sequence[Tensor], note: str = "") -> None:

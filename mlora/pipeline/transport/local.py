@@ -32,7 +32,7 @@ def local_transports(stages: int, device: torch.device | str = "cpu") -> list[Tr
             lower, upper = _link_pair(hub, device)
             links[stage][direction, stage + 1] = lower
             links[stage + 1][direction, stage] = upper
-    return [Transport(stage, stages, links[stage]) for stage in range(stages)]
+    return [Transport(stage, stages, links[stage], in_process=True) for stage in range(stages)]
 
 
 def local_controls(world: int) -> list[Control]:
