@@ -9,8 +9,7 @@
 before that is quantised; both products then read the same numbers of W. Each has them in the layout that the hardware
 reads, so a weight is kept twice, 2 bytes an element in all.
 
-A row is quantised by itself, so whatever stands in other rows leaves it alone. Sums are formed as the tensor cores do it
-(fast accumulation: 22 bits, without float32 sums every 128 terms), which is well below what rounding to e4m3 loses.
+A row is quantised by itself, so whatever stands in other rows leaves it alone.
 
 Letters: T packed rows, N rows, D in features, O out features.
 """
@@ -25,6 +24,7 @@ from mlora.ops.devices import has_kernels, kernels
 
 E4M3 = torch.float8_e4m3fn
 LARGEST, LEAST_SCALE = 448.0, 2.0**-126
+FAST_ACCUMULATION = True  # sums stay in the tensor cores, in 22 bits; else they go to float32 every 128 terms
 MULTIPLE = 16  # of which a weight's sides must be: 16 bytes
 
 
@@ -69,4 +69,4 @@ def quantise_rows(x_ND: torch.Tensor, factor_1D: torch.Tensor | None = None) -> 
 def _product(
     q_TK: torch.Tensor, scale_T1: torch.Tensor, q_MK: torch.Tensor, scale_1M: torch.Tensor, dtype: torch.dtype
 ) -> torch.Tensor:
-    return torch._scaled_mm(q_TK, q_MK.T, scale_T1, scale_1M, out_dtype=dtype, use_fast_accum=True)
+    return torch._scaled_mm(q_TK, q_MK.T, scale_T1, scale_1M, out_dtype=dtype, use_fast_accum=FAST_ACCUMULATION)
