@@ -60,8 +60,10 @@ def bnb_config(quantization: Quantization, **changes: object) -> BitsAndBytesCon
     )
 
 
-def with_bitsandbytes(folder: Path, config: BitsAndBytesConfig, dtype: torch.dtype) -> torch.nn.Module:
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, quantization_config=config, device_map="cpu")
+def with_bitsandbytes(
+    folder: Path, config: BitsAndBytesConfig, dtype: torch.dtype, device: torch.device = CPU
+) -> torch.nn.Module:
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, quantization_config=config, device_map=device.type)
 
 
 def kept_tensors(weight: torch.nn.Parameter) -> list[torch.Tensor]:
@@ -88,11 +90,13 @@ def our_tensors(part: object) -> list[torch.Tensor]:
     ]
 
 
-def parts(folder: Path, quantization: Quantization, dtype: torch.dtype) -> Iterator[tuple[str, object]]:
+def parts(
+    folder: Path, quantization: Quantization, dtype: torch.dtype, device: torch.device = CPU
+) -> Iterator[tuple[str, object]]:
     """Every linear of the model as the engine keeps it, by its global name."""
     spec = load_spec(folder)
     checkpoint = Checkpoint(folder, spec)
-    linears = FrozenLinears(spec, checkpoint.stored or quantization, dtype, CPU)
+    linears = FrozenLinears(spec, checkpoint.stored or quantization, dtype, device)
     for layer in range(spec.num_layers):
         for merged, paths in MERGED_LINEARS.items():
             weight = linears.weight(checkpoint.layer(layer), layer, merged)
@@ -110,10 +114,10 @@ def merged_weights(model: Decoder) -> dict[tuple[int, str], torch.Tensor]:
     return {(i, m): w.matrix().clone() for i, layer in model._layers.items() for m, w in layer._weights.items()}
 
 
-def dequantised_copy(folder: Path, quantization: Quantization, target: Path) -> Path:
+def dequantised_copy(folder: Path, quantization: Quantization, target: Path, device: torch.device = CPU) -> Path:
     """A dense checkpoint of the dequantised weights in float32."""
-    tensors = load_file(folder / "model.safetensors")
-    for name, part in parts(folder, quantization, torch.float32):
+    tensors = load_file(folder / "model.safetensors", device=device.type)
+    for name, part in parts(folder, quantization, torch.float32, device):
         part.write(tensors[f"{name}.weight"])
     target.mkdir()
     for file in folder.iterdir():

@@ -16,8 +16,7 @@ from mlora.models.spec import Quantization
 from mlora.ops import fp8
 from mlora.ops.fp8 import Fp8Weight, quantise_rows
 from mlora.pipeline import stage
-from tests.cpu.runs import outcome, run, write_rows
-from tests.cpu.tiny import save_tiny
+from tests.gpu.company import WAYS, Company
 from tests.gpu.test_row_invariance import ROWS, SHAPES
 
 pytestmark = pytest.mark.skipif(
@@ -121,39 +120,13 @@ def _micros(work) -> float:
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("fp8")
-    model = save_tiny(folder / "model", "llama3.2", num_hidden_layers=4)
-    common = {"learning_rate": 1e-2, "max_steps": 6, "warmup_steps": 1}
-    rows = {name: str(write_rows(folder / f"{name}.jsonl", 30, i, 40)) for i, name in enumerate("abc")}
-    adapters = [
-        common | {"name": "a", "dataset": rows["a"], "r": 8, "lora_dropout": 0.1, "max_grad_norm": 0.5},
-        common | {"name": "b", "dataset": rows["b"], "r": 4, "target_modules": ["q_proj", "down_proj"]},
-        common | {"name": "c", "dataset": rows["c"], "r": 64, "per_device_train_batch_size": 2},
-    ]
-    alone = outcome(run(folder / "alone", model, adapters[:1], quantization="fp8"), "a")
-    return model, adapters, alone
-
-
-WAYS = {
-    "small microbatches": {"microbatch_tokens": 150},
-    "recompute": {"microbatch_tokens": 700, "recompute": True},
-    "one microbatch": {"microbatch_tokens": 4096},
-    "two stages": {"microbatch_tokens": 300, "pipeline": {"stages": 2, "transport": "local"}},
-    "two stages, recompute": {
-        "microbatch_tokens": 300,
-        "recompute": True,
-        "pipeline": {"stages": 2, "transport": "local"},
-    },
-}
+def company(tmp_path_factory):
+    return Company(tmp_path_factory.mktemp("fp8"), {"quantization": "fp8"})
 
 
 @pytest.mark.parametrize("graphs", [True, False], ids=["graphs", "eager"])
 @pytest.mark.parametrize("way", WAYS)
-def test_company_cuts_stages_recompute_and_graphs_change_no_bit(trained, tmp_path, monkeypatch, way, graphs):
-    model, adapters, alone = trained
+def test_company_cuts_stages_recompute_and_graphs_change_no_bit(company, tmp_path, monkeypatch, way, graphs):
     if not graphs:
         monkeypatch.setattr(stage, "MOST_ROWS", 0)
-    shared = run(tmp_path / "run", model, adapters, quantization="fp8", **WAYS[way])
-    assert not alone.differences(outcome(shared, "a"))
-    assert alone.losses[-1] < alone.losses[1]
+    assert not company.differences(tmp_path / "run", way)
