@@ -13,9 +13,10 @@ Letters: O out features, D in features.
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any, Protocol
@@ -153,6 +154,14 @@ class FrozenLinears:
             return self._fp8([part for part in parts if isinstance(part, Fp8Rows)])
         return QuantisedWeight(list(zip(shapes, parts, strict=True)), self._buffer)
 
+    def dequantised(self, tensors: Mapping[str, torch.Tensor], layer: int, path: str) -> torch.Tensor:
+        """One module's weight [O, D] in ``dtype``, as products read it."""
+        name = module_name(layer, path)
+        assert self._quantization is not None
+        out_OD = torch.empty(self._shapes[path.split(".")[-1]], dtype=self._dtype, device=self._device)
+        self._part(tensors, path, name, self._quantization).write(out_OD)
+        return out_OD
+
     def _fp8(self, parts: Sequence[Fp8Rows]) -> Fp8Weight:
         q_OD = torch.cat([part.q_OD.view(torch.uint8) for part in parts]).view(E4M3)
         return Fp8Weight.of(q_OD, torch.cat([part.scale_O1 for part in parts]), self._ones[:, : q_OD.shape[1]])
@@ -212,6 +221,23 @@ def choose_quantization(config: RunConfig, spec: ModelSpec, checkpoint: Checkpoi
     if kind == "fp8":
         _check_fits_fp8(quantization, spec)
     return quantization
+
+
+def to_note(quantization: Quantization, dtype: torch.dtype) -> str:
+    """How a base was kept, for the file of an adapter that was trained on it."""
+    name = str(dtype).removeprefix("torch.")
+    return json.dumps(asdict(quantization) | {"dense": sorted(quantization.dense), "dtype": name}, sort_keys=True)
+
+
+def from_note(note: str) -> tuple[Quantization, torch.dtype]:
+    """What ``to_note`` has written. Raises ValueError where it is something else."""
+    try:
+        fields = json.loads(note)
+        dtype = getattr(torch, fields.pop("dtype"))
+        quantization = Quantization(**fields | {"dense": frozenset(fields["dense"])})
+    except (AttributeError, KeyError, TypeError) as error:
+        raise ValueError(f"not a note on a quantised base: {error}") from None
+    return quantization, dtype
 
 
 def check_quantization(quantization: Quantization | None, dtype: torch.dtype, device: torch.device) -> None:
