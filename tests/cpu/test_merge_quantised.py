@@ -17,6 +17,7 @@ from mlora.engine.merge import merge
 from mlora.engine.trained import read_trained
 from mlora.models.spec import Quantization
 from tests.cpu.runs import run, write_rows
+from tests.cpu.test_fp8 import needs_products
 from tests.cpu.test_quantised import KINDS, bnb_config, dequantised_copy, with_bitsandbytes
 from tests.cpu.tiny import save_tiny, tiny_tokenizer
 
@@ -35,7 +36,9 @@ def _keys(quantization: Quantization) -> dict[str, object]:
     return {"quantization": quantization.kind} | ({"double_quantization": True} if quantization.double else {})
 
 
-@pytest.fixture(scope="module", params=BASES)
+@pytest.fixture(
+    scope="module", params=[pytest.param(name, marks=needs_products if name == "fp8" else ()) for name in BASES]
+)
 def trained(request, tmp_path_factory):
     """How the base was quantised, its folder, the adapter's."""
     folder = tmp_path_factory.mktemp("merge")
