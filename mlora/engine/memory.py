@@ -125,6 +125,8 @@ class MemoryModel:
         rest = spec.hidden_size + qkv * (2 if spec.qk_norm else 1) + attended + 2 * spec.intermediate_size + shrunk
         kept = layers * (item * (spec.hidden_size + (0 if recompute else rest)) + 4 * spec.num_heads)
         passing = item * (spec.intermediate_size + 8 * spec.hidden_size + (rest if recompute else 0))
+        if self.quantization and self.quantization.kind == "fp8":
+            passing += 2 * spec.intermediate_size  # dy of gate and up once more, in one byte
         logits = 2 * CHUNK_ROWS * spec.vocab_size * item if stage == len(self.layers) - 1 else 0
         return rows * (self.in_flight[stage] * kept + passing) + logits
 

@@ -6,6 +6,7 @@ Letters: T packed rows, O out features, D in features.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -163,6 +164,8 @@ def test_the_memory_model_knows_the_sizes(model: Path) -> None:
             if tensor is not None:
                 found[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
         assert memory.need(stage, 16, False).weights == sum(found.values())
+        dense = replace(memory, quantization=None).need(stage, 16, False)
+        assert memory.need(stage, 16, False).microbatches == dense.microbatches + 16 * 2 * spec.intermediate_size
 
 
 def chosen(model: Path, **keys: object) -> Quantization | None:
