@@ -23,7 +23,7 @@ from mlora.ops.batch_lora import LoraTerm
 from mlora.ops.cross_entropy import linear_cross_entropy
 from mlora.ops.elementwise import Heads
 from mlora.ops.kernels import lora
-from tests.kernels.lora_cases import bank_of, routing_of
+from tests.kernels.lora_cases import bank_of, products_of_dy, routing_of
 
 D, INNER, HEADS = 4096, 14336, Heads(query=32, key_value=8, size=128)
 QKV, OUT, GATE_UP, DOWN = (4096, 1024, 1024), (D,), (INNER, INNER), (D,)
@@ -51,19 +51,19 @@ class Cases:
         """The four grouped products of one linear, and adding them in a pass of their own."""
         bank, x, dy = self.bank(widths, in_width), random(self.rows, in_width), random(self.rows, sum(widths))
         out, routing = sum(widths), self.routing
-        s, ds = lora.shrink(x, bank, routing, "A"), lora.shrink(dy, bank, routing, "B")
+        s = lora.shrink(x, bank, routing)
+        ds = lora.backward_b(dy, s, bank, routing)
         to_y = LoraTerm(products=s, bank=bank, routing=routing, through="B", pending=True)
         to_x = LoraTerm(products=ds, bank=bank, routing=routing, through="A", pending=True)
-        show(f"{name} shrink x", lambda: lora.shrink(x, bank, routing, "A"), in_width * self.copy)
-        show(f"{name} shrink dy", lambda: lora.shrink(dy, bank, routing, "B"), out * self.copy)
-        show(f"{name} outer x", lambda: lora.accumulate(ds, x, bank, routing, "A"), in_width * self.copy)
-        show(f"{name} outer dy", lambda: lora.accumulate(s, dy, bank, routing, "B"), out * self.copy)
+        show(f"{name} S", lambda: lora.shrink(x, bank, routing), in_width * self.copy)
+        show(f"{name} dB and dS", lambda: lora.backward_b(dy, s, bank, routing), out * self.copy)
+        show(f"{name} dA", lambda: lora.accumulate_a(ds, x, bank, routing), in_width * self.copy)
         show(f"{name} expand y", lambda: lora.expand(dy, to_y), 2 * out * self.copy)
         show(f"{name} expand dx", lambda: lora.expand(x, to_x), 2 * in_width * self.copy)
 
     def term(self, widths: tuple[int, ...], in_width: int, through: str) -> LoraTerm:
         bank, source = self.bank(widths, in_width), random(self.rows, in_width if through == "B" else sum(widths))
-        products = lora.shrink(source, bank, self.routing, "A" if through == "B" else "B")
+        products = (lora.shrink if through == "B" else products_of_dy)(source, bank, self.routing)
         return LoraTerm(products=products, bank=bank, routing=self.routing, through=through, pending=True)
 
     def elementwise(self) -> None:
@@ -77,7 +77,7 @@ class Cases:
         term, dterm = self.term(GATE_UP, D, "B"), self.term(DOWN, INNER, "A")
         show("swiglu", lambda: elementwise.swiglu(gate_up, term), 3 * INNER * self.copy)
         work = gate_up.clone()
-        show("swiglu backward", lambda: elementwise.swiglu_backward(work, dhidden, dterm), 6 * INNER * self.copy)
+        show("swiglu backward", lambda: elementwise.swiglu_backward(work, term, dhidden, dterm), 6 * INNER * self.copy)
 
     def attention(self) -> None:
         qkv, term = random(self.rows, sum(QKV)), self.term(QKV, D, "B")

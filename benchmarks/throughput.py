@@ -51,7 +51,6 @@ from mlora.models.decoder import Decoder
 from mlora.models.quantised import buffer_bytes
 from mlora.models.spec import ModelSpec, Quantization, linear_shapes, load_spec
 from mlora.ops.exact import exact_sum
-from mlora.ops.routing import NOBODY
 from mlora.pipeline.stage import Batch, Stage, StepSums
 from mlora.types import IGNORE, MERGED_LINEARS, Microbatch, SampleRef, Segment, StepDecision
 
@@ -215,18 +214,23 @@ class RandomCheckpoint:
 
 
 class Engine:
-    """This engine's only stage with ``adapters`` adapters; with the frozen model alone all rows are nobody's."""
+    """This engine's only stage with ``adapters`` adapters.
+
+    For the frozen model alone, adapters without steps and with one matrix of rank 1 in the first layer stand for the
+    owners of the rows, without whom there is no attention either.
+    """
 
     def __init__(self, spec: ModelSpec, adapters: int, way: str, device: torch.device) -> None:
         prepare(device)
         layers, dtype, frozen = range(spec.num_layers), choose_dtype("auto", device), way == "frozen"
         quantization = QUANTIZATIONS.get(way)
-        self._device, self._slots = device, {slot: NOBODY if frozen else slot for slot in range(adapters)}
+        self._device, self._frozen = device, frozen
         checkpoint: Any = RandomCheckpoint(spec, dtype, device)
         self._stage = Stage(Decoder(spec, checkpoint, layers, dtype, device, quantization))
         self.weights = allocated(device) - buffer_bytes(spec, quantization, dtype)
-        for slot in range(0 if frozen else adapters):
-            adapter = {"name": str(slot), "dataset": "none", "r": R, "lora_alpha": ALPHA, "seed": slot}
+        shape = {"r": 1, "target_modules": ["k_proj"], "layers_to_transform": [0]} if frozen else {"r": R}
+        for slot in range(adapters):
+            adapter = {"name": str(slot), "dataset": "none", "lora_alpha": ALPHA, "seed": slot} | shape
             config = parse_config({"base_model": "none", "adapters": [adapter]}).adapters[0]
             targets = match_targets(config, spec.num_layers)
             self._stage.join(slot, AdapterState(config, targets, linear_shapes(spec), layers, dtype, device))
@@ -241,9 +245,13 @@ class Engine:
     def _train(self, batch: Batch) -> float | None:
         self._stage.forward(batch)
         self._stage.backward(batch.microbatch.index)
-        segments = [segment for segment in batch.microbatch.segments if segment.slot != NOBODY]
-        closed = [(segment, self._stage.close_step(segment.slot)) for segment in segments]
-        return [None, *(self._finish(segment, sums) for segment, sums in closed)][-1]
+        if self._frozen:
+            for segment in batch.microbatch.segments:
+                self._stage.reset(segment.slot)
+            return None
+        return [self._finish(segment, self._stage.close_step(segment.slot)) for segment in batch.microbatch.segments][
+            -1
+        ]
 
     def _finish(self, segment: Segment, sums: StepSums) -> float:
         """The adapter's STEP, decided as mlora.engine.adapter_run decides it; returns the mean loss."""
@@ -256,7 +264,7 @@ class Engine:
         _, samples, length = tokens.shape
         refs = tuple(SampleRef(i, i, length) for i in range(samples))
         segments = tuple(
-            Segment(slot, self._slots[slot], 0, place * samples * length, refs, samples * (length - 1), ends_step=True)
+            Segment(slot, slot, 0, place * samples * length, refs, samples * (length - 1), ends_step=True)
             for place, slot in enumerate(slots)
         )
         rows = row_bucket(self._device, choose_dtype("auto", self._device))(segments[-1].stop)

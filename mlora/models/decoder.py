@@ -214,8 +214,8 @@ class _Layer:
         attended, kept = attend(turned_TC, self._heads, packed.routing, self._window)
         o_TD = linear("o", attended)
         middle_TD, normed_TD = add_norm(x_TD, o_TD, terms["o"], self._norm_2, self._eps)
-        hidden, gate_up = swiglu(linear("gate_up", normed_TD), terms["gate_up"])
-        down_TD = linear("down", hidden)
+        gate_up = linear("gate_up", normed_TD)
+        down_TD = linear("down", swiglu(gate_up, terms["gate_up"]))
         return add(middle_TD, down_TD, terms["down"]), _LayerKept(
             turned_TC=turned_TC,
             before_TC=before_TC,
@@ -231,7 +231,7 @@ class _Layer:
             return batch_lora.backward(dy, self._weights[merged].matrix(), kept.terms[merged])
 
         dhidden, dterm = linear("down", dx_TD)
-        dgate_up, hidden = swiglu_backward(kept.gate_up, dhidden, dterm)
+        dgate_up, hidden = swiglu_backward(kept.gate_up, kept.terms["gate_up"], dhidden, dterm)
         batch_lora.accumulate_a(hidden, dterm)
         dnormed_TD, dterm = linear("gate_up", dgate_up)
         dx_TD, normed_TD = rms_norm_backward(kept.middle_TD, self._norm_2, self._eps, dnormed_TD, dterm, dx_TD)

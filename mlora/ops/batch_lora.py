@@ -68,6 +68,7 @@ class LinearBank:
 
     Attributes:
         rank_cap: columns that one module's S takes in kernels.
+        widest: the most columns of one module.
         has_dropout: whether any adapter has.
         aligned: whether every row of a matrix and every module's columns start at a multiple of 16, so that kernels may
             load 16 bytes at a time.
@@ -115,12 +116,13 @@ class LinearBank:
 
     def layout(self, device: torch.device) -> tuple[object, ...]:
         """What kernels are compiled and launched for."""
-        return self.rank_cap, self.aligned, self.has_dropout, bool(self.groups), self.table(device).data_ptr()
+        return self.rank_cap, self.widest, self.aligned, self.has_dropout, self.table(device).data_ptr()
 
     def _changed(self) -> None:
         self._stale = True
         parts = [part for group in self.groups.values() for part in group.parts]
         self.rank_cap = _rank_cap(max((part.ranks.stop - part.ranks.start for part in parts), default=0))
+        self.widest = max((part.columns.stop - part.columns.start for part in parts), default=0)
         places = [x for part in parts for x in (part.columns.start, part.columns.stop)]
         widths = [group.a_RD.shape[1] for group in self.groups.values()]
         self.has_dropout = any(group.dropout > 0 for group in self.groups.values())
@@ -152,7 +154,7 @@ def forward(
     """The merged linear: y [T, O], and S, which is still to be added where it is pending."""
     y_TO = _frozen(x_TD, weight_OD, bias_O)
     if has_kernels(x_TD):
-        products = kernels("lora").shrink(x_TD, bank, routing, "A")
+        products = kernels("lora").shrink(x_TD, bank, routing)
         return y_TO, LoraTerm(products=products, bank=bank, routing=routing, through="B", pending=True)
     shrunk = []
     for group, segment, sample, rows in _samples(bank, routing):
@@ -172,8 +174,7 @@ def backward(
     """
     bank, routing, shrunk = forward_term.bank, forward_term.routing, forward_term.products
     if has_kernels(dy_TO):
-        kernels("lora").accumulate(shrunk, dy_TO, bank, routing, "B")
-        products = kernels("lora").shrink(dy_TO, bank, routing, "B")
+        products = kernels("lora").backward_b(dy_TO, shrunk, bank, routing)
         dx_TD = _frozen_backward(dy_TO, weight_OD)
         return dx_TD, LoraTerm(products=products, bank=bank, routing=routing, through="A", pending=True)
     dx_TD = _frozen_backward(dy_TO, weight_OD)
@@ -189,7 +190,7 @@ def accumulate_a(x_TD: torch.Tensor, backward_term: LoraTerm) -> None:
     """Adds to the gradients of A; x is what forward got, or was made again to the bit."""
     bank, routing, dshrunk = backward_term.bank, backward_term.routing, backward_term.products
     if has_kernels(x_TD):
-        kernels("lora").accumulate(dshrunk, x_TD, bank, routing, "A")
+        kernels("lora").accumulate_a(dshrunk, x_TD, bank, routing)
         return
     for (group, segment, sample, rows), ds_NR in zip(_samples(bank, routing), dshrunk, strict=True):
         if group.dropout == 0:

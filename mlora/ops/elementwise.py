@@ -113,24 +113,20 @@ def rotate_backward(
     return torch.cat([dq_THE, dk_TKE, dv_TKE], dim=1).view_as(dqkv_TC)
 
 
-def swiglu(gate_up: torch.Tensor, term: LoraTerm) -> tuple[torch.Tensor, torch.Tensor]:
-    """silu(gate) · up [T, I] of ``gate_up`` + term [T, 2·I] (Shazeer, 2020), and that sum, for backward.
-
-    May write over ``gate_up``.
-    """
+def swiglu(gate_up: torch.Tensor, term: LoraTerm) -> torch.Tensor:
+    """silu(gate) · up [T, I] of ``gate_up`` + term [T, 2·I] (Shazeer, 2020)."""
     if has_kernels(gate_up):
         return kernels("elementwise").swiglu(gate_up, term)
-    gate_up = add_pending(gate_up, term)
-    return _swiglu(gate_up), gate_up
+    return _swiglu(add_pending(gate_up, term))
 
 
 def swiglu_backward(
-    gate_up: torch.Tensor, dhidden: torch.Tensor, dterm: LoraTerm
+    gate_up: torch.Tensor, term: LoraTerm, dhidden: torch.Tensor, dterm: LoraTerm
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """From the gradient ``dhidden`` + dterm: that of gate_up, and silu(gate)·up made again. May write over both."""
+    """From the gradient ``dhidden`` + dterm: that of gate_up, and the product made again. May write over both."""
     if has_kernels(gate_up):
-        return kernels("elementwise").swiglu_backward(gate_up, dhidden, dterm)
-    dhidden = add_pending(dhidden, dterm)
+        return kernels("elementwise").swiglu_backward(gate_up, term, dhidden, dterm)
+    gate_up, dhidden = add_pending(gate_up, term), add_pending(dhidden, dterm)
     gate, up = gate_up.chunk(2, dim=-1)
     wide, dout = _wide(gate), _wide(dhidden)
     sigmoid = _sigmoid(wide)

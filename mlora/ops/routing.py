@@ -50,11 +50,6 @@ class Routing:
     shapes: tuple[torch.Size, ...]
 
     @property
-    def adapted(self) -> bool:
-        """Whether any row belongs to an adapter."""
-        return any(segment.slot != NOBODY for segment in self.segments)
-
-    @property
     def longest(self) -> int:
         """At least the longest sample's rows; a power of two, so that kernels are launched for few different ones."""
         return 1 << max(7, (max(self.sample_lengths, default=1) - 1).bit_length())
@@ -62,7 +57,7 @@ class Routing:
     @property
     def kind(self) -> tuple[object, ...]:
         """What kernels are launched for; microbatches of one kind differ in what the tables hold."""
-        return self.shapes, self.longest, self.adapted, self.dropout
+        return self.shapes, self.longest, self.dropout
 
     def clone(self) -> Routing:
         """The same tables in other memory."""

@@ -20,7 +20,6 @@ from mlora.ops.batch_lora import LinearBank
 from mlora.ops.cross_entropy import CHUNK_ROWS, linear_cross_entropy, linear_cross_entropy_scores
 from mlora.ops.devices import Fetched, sent
 from mlora.ops.exact import exact_sum
-from mlora.ops.routing import NOBODY
 from mlora.pipeline.graphs import MOST_ROWS, Graphs
 from mlora.pipeline.graphs import Flight as GraphFlight
 from mlora.types import IGNORE, MERGED_LINEARS, ROW_MULTIPLE, Microbatch, Segment, StepDecision, padded
@@ -145,7 +144,7 @@ class Stage:
         else:
             dx_TD = self.model.backward(flight.kept, dout_TD)
         for segment in flight.segments:
-            if segment.ends_step and segment.slot != NOBODY:
+            if segment.ends_step:
                 self._closing[segment.slot] = self._close(segment.slot)
         return dx_TD
 
@@ -243,8 +242,7 @@ class Stage:
         start = 0
         for segment in batch.microbatch.segments:
             count = int((batch.targets_T[segment.start : segment.stop] != IGNORE).sum())
-            if segment.slot != NOBODY:
-                self._losses[segment.slot].append(nll_N[start : start + count])
+            self._losses[segment.slot].append(nll_N[start : start + count])
             start += count
 
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 import torch
 
 from mlora.ops.batch_lora import LinearBank, LoraGroup, LoraPart
+from mlora.ops.kernels import lora
 from mlora.ops.random import key_for
 from mlora.ops.routing import Routing, route
 from mlora.types import Microbatch, SampleRef, Segment, padded
@@ -72,6 +73,11 @@ def routing_of(lengths=None, device=DEVICE, dropout=True, rows=None) -> Routing:
         start = segments[-1].stop
     microbatch = Microbatch(index=0, segments=tuple(segments), rows=rows or padded(start + 3))
     return route(microbatch, torch.device(device), dropout)
+
+
+def products_of_dy(dy: torch.Tensor, bank: LinearBank, routing: Routing) -> torch.Tensor:
+    """dS alone: with S = 0 nothing is added to dB."""
+    return lora.backward_b(dy, torch.zeros(len(dy), bank.modules * bank.rank_cap).to(dy), bank, routing)
 
 
 def gradients(bank: LinearBank) -> dict[str, torch.Tensor]:

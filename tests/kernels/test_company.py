@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from mlora.ops.batch_lora import LoraTerm
 from mlora.ops.kernels import elementwise, lora
-from tests.kernels.lora_cases import ADAPTERS, DEVICE, DTYPES, bank_of, gradients, routing_of
+from tests.kernels.lora_cases import ADAPTERS, DEVICE, DTYPES, bank_of, gradients, products_of_dy, routing_of
 
 WIDTHS, IN_WIDTH = (48, 32), 80
 OWN = {1: [70, 2], 4: [127], 9: [33, 1]}  # slot -> lengths; of them 1 has dropout
@@ -24,21 +26,23 @@ def _products(slot, lengths, own, dtype):
     first = next(segment.start for segment in routing.segments if segment.slot == slot)
     rows = slice(first, first + sum(lengths[slot]))
     x, y, dy, gate_up, d = (_filled(routing.rows, rows, tensor, dtype) for tensor in own)
-    s, ds = lora.shrink(x, bank, routing, "A"), lora.shrink(dy, bank, routing, "B")
-    lora.accumulate(s, dy, bank, routing, "B")
-    lora.accumulate(ds, x, bank, routing, "A")
+    s = lora.shrink(x, bank, routing)
+    ds = lora.backward_b(dy, s, bank, routing)
+    lora.accumulate_a(ds, x, bank, routing)
     forward = LoraTerm(products=s, bank=bank, routing=routing, through="B", pending=True)
     backward = LoraTerm(products=ds, bank=bank, routing=routing, through="A", pending=True)
     dterm = LoraTerm(
-        products=lora.shrink(y[:, :64].contiguous(), dbank, routing, "B"),
+        products=products_of_dy(y[:, :64].contiguous(), dbank, routing),
         bank=dbank,
         routing=routing,
         through="A",
         pending=True,
     )
+    gate_up_bank = bank_of((WIDTHS[0], WIDTHS[0]), IN_WIDTH, dtype, adapters=adapters)
+    term = replace(forward, products=lora.shrink(x, gate_up_bank, routing), bank=gate_up_bank)
     lora.expand(y, forward)
     lora.expand(x, backward)
-    found = [y, x, *elementwise.swiglu_backward(gate_up, d, dterm)]
+    found = [y, x, *elementwise.swiglu_backward(gate_up, term, d, dterm)]
     grads = {name: grad for name, grad in gradients(bank).items() if name.startswith(f"slot {slot} ")}
     return [tensor[rows].cpu() for tensor in found], grads
 

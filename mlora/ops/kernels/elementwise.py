@@ -3,7 +3,9 @@
 Letters: T packed rows, N rows of one tile, D model dim, K columns of one tile, C columns of q, k and v, E half a head.
 
 Sums over a row run in a fixed order over tiles of fixed size, so a row's bits depend on nothing else. Where a kernel reads
-what it has written, or writes over what it has read, a barrier stands between.
+what it has written, or writes over what it has read, a barrier stands between, except in SwiGLU's loop, which a barrier would
+keep from loading ahead: there an element is loaded once, and what is written over it comes from that load. Where nobody has
+an adapter 0.0 is added instead of a term, so that a zero has the same sign as in company.
 """
 
 from __future__ import annotations
@@ -15,13 +17,24 @@ import triton.language as tl
 from mlora.ops.batch_lora import LoraTerm
 from mlora.ops.elementwise import Heads
 from mlora.ops.kernels import FUSED
-from mlora.ops.kernels.lora import arguments, cap_of, dx_tile, expand, term_tile, tile_of
+from mlora.ops.kernels.lora import (
+    FIELDS,
+    add_term,
+    arguments,
+    cap_of,
+    drop,
+    expand,
+    is_masked,
+    matrix_of,
+    products_tile,
+    term_tile,
+    tile_of,
+)
 from mlora.ops.routing import NARROW_TILE, ROW_TILE
 
 _ADD = {"column_tile": 64, "num_warps": 4} | FUSED
 _ROTATE = {"num_warps": 4} | FUSED
-_SWIGLU = {"column_tile": 128, "num_warps": 4} | FUSED
-_SWIGLU_BACKWARD = {"column_tile": 128, "num_warps": 8} | FUSED
+_SWIGLU = {"column_tile": 128, "column_tiles": 8, "num_warps": 8} | FUSED
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -45,7 +58,7 @@ def add(x_TD: torch.Tensor | None, y_TD: torch.Tensor, term: LoraTerm) -> torch.
     routing, width = term.routing, x_TD.shape[1]
     _add_kernel[(triton.cdiv(width, _ADD["column_tile"]), len(routing.row_tiles))](
         x_TD, y_TD, *arguments(term), routing.row_tiles, width,
-        cap=cap_of(term), adapted=routing.adapted, aligned=term.bank.aligned, row_tile=ROW_TILE, **_ADD,
+        cap=cap_of(term), adapted=bool(term.bank.groups), aligned=term.bank.aligned, row_tile=ROW_TILE, **_ADD,
     )  # fmt: skip
     return y_TD
 
@@ -76,10 +89,10 @@ def rotate(
     out_TC, routing = torch.empty_like(qkv_TC) if has_norm else qkv_TC, term.routing
     turned = heads.query + heads.key_value
     # v needs a pass only where something is added to it or copied
-    count = turned + heads.key_value if has_norm or routing.adapted else turned
+    count = turned + heads.key_value if has_norm or term.bank.groups else turned
     _rotate_kernel[(count, len(routing.narrow_tiles))](
         qkv_TC, out_TC, cos_TE, sin_TE, heads.q_norm, heads.k_norm, *arguments(term), routing.narrow_tiles, heads.eps, heads.query, heads.key_value,
-        has_norm=has_norm, cap=cap_of(term), adapted=routing.adapted, aligned=term.bank.aligned and heads.size % 32 == 0, size=heads.size,
+        has_norm=has_norm, cap=cap_of(term), adapted=bool(term.bank.groups), aligned=term.bank.aligned and heads.size % 32 == 0, size=heads.size,
         half=triton.next_power_of_2(heads.size // 2), row_tile=NARROW_TILE, **_ROTATE,
     )  # fmt: skip
     return out_TC, qkv_TC if has_norm else None
@@ -97,26 +110,35 @@ def rotate_backward(
     return dqkv_TC
 
 
-def swiglu(gate_up: torch.Tensor, term: LoraTerm) -> tuple[torch.Tensor, torch.Tensor]:
-    width, routing = gate_up.shape[1] // 2, term.routing
-    hidden = torch.empty(gate_up.shape[0], width, dtype=gate_up.dtype, device=gate_up.device)
-    _swiglu_kernel[(triton.cdiv(width, _SWIGLU["column_tile"]), len(routing.narrow_tiles))](
-        gate_up, hidden, *arguments(term), routing.narrow_tiles, width,
-        cap=cap_of(term), adapted=routing.adapted, aligned=term.bank.aligned, row_tile=NARROW_TILE, **_SWIGLU,
+def swiglu(gate_up: torch.Tensor, term: LoraTerm) -> torch.Tensor:
+    hidden = torch.empty(gate_up.shape[0], gate_up.shape[1] // 2, dtype=gate_up.dtype, device=gate_up.device)
+    _swiglu_kernel[_swiglu_grid(hidden, term)](
+        gate_up, hidden, *arguments(term), term.routing.narrow_tiles, hidden.shape[1],
+        cap=cap_of(term), adapted=bool(term.bank.groups), aligned=term.bank.aligned, row_tile=NARROW_TILE,
+        stages=_swiglu_stages(term), **_SWIGLU,
     )  # fmt: skip
-    return hidden, gate_up
+    return hidden
 
 
 def swiglu_backward(
-    gate_up: torch.Tensor, dhidden: torch.Tensor, dterm: LoraTerm
+    gate_up: torch.Tensor, term: LoraTerm, dhidden: torch.Tensor, dterm: LoraTerm
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    width, routing = gate_up.shape[1] // 2, dterm.routing
-    _swiglu_backward_kernel[(triton.cdiv(width, _SWIGLU_BACKWARD["column_tile"]), len(routing.narrow_tiles))](
-        gate_up, dhidden, *arguments(dterm), routing.narrow_tiles, width,
-        cap=cap_of(dterm), adapted=routing.adapted, dropout=routing.dropout and dterm.bank.has_dropout, aligned=dterm.bank.aligned,
-        row_tile=NARROW_TILE, **_SWIGLU_BACKWARD,
+    routing = dterm.routing
+    _swiglu_backward_kernel[_swiglu_grid(dhidden, dterm)](
+        gate_up, dhidden, *arguments(term), *arguments(dterm), routing.narrow_tiles, dhidden.shape[1],
+        cap=cap_of(term), dcap=cap_of(dterm), adapted=bool(term.bank.groups), dadapted=bool(dterm.bank.groups), dropout=routing.dropout and dterm.bank.has_dropout,
+        aligned=term.bank.aligned and dterm.bank.aligned, row_tile=NARROW_TILE, stages=_swiglu_stages(term, dterm), **_SWIGLU,
     )  # fmt: skip
     return gate_up, dhidden
+
+
+def _swiglu_grid(hidden: torch.Tensor, term: LoraTerm) -> tuple[int, int]:
+    return triton.cdiv(hidden.shape[1], _SWIGLU["column_tile"] * _SWIGLU["column_tiles"]), len(term.routing.narrow_tiles)
+
+
+def _swiglu_stages(*terms: LoraTerm) -> int:
+    """Tiles that are loaded ahead; with many ranks or in float32 they would not fit shared memory."""
+    return 3 if max(map(cap_of, terms)) <= 32 and arguments(terms[0])[0].element_size() == 2 else 1
 
 
 def _row(width: int) -> dict[str, int]:
@@ -173,6 +195,8 @@ def _add_kernel(
     sum_NK += tl.load(y + place_NK, mask=valid_NK, other=0.0).to(tl.float32)
     if adapted:
         sum_NK += term_tile(s, table, slot, 0, row_N, valid_N, k_K, width, 1, 1, cap, aligned).to(tl.float32)
+    else:
+        sum_NK += 0.0
     tl.debug_barrier()
     tl.store(y + place_NK, sum_NK.to(y.dtype.element_ty), mask=valid_NK)
 
@@ -209,6 +233,9 @@ def _rotate_kernel(
         column_E += size // 2
         tile_NE = term_tile(s, table, slot, module, row_N, valid_N, column_E, width, 1, 3, cap, aligned)
         second_NE += tile_NE.to(tl.float32)
+    else:
+        first_NE += 0.0
+        second_NE += 0.0
     tl.debug_barrier()
     if has_norm:
         tl.store(qkv + place, first_NE.to(qkv.dtype.element_ty), mask=valid_NE)
@@ -275,61 +302,106 @@ def _rotate_backward_kernel(
 @triton.jit
 def _swiglu_kernel(
     gate_up, hidden, s, table, tiles, width,
-    cap: tl.constexpr, adapted: tl.constexpr, aligned: tl.constexpr, row_tile: tl.constexpr, column_tile: tl.constexpr,
+    cap: tl.constexpr, adapted: tl.constexpr, aligned: tl.constexpr,
+    row_tile: tl.constexpr, column_tile: tl.constexpr, column_tiles: tl.constexpr, stages: tl.constexpr,
 ):
-    """The product; gate and up are written back with what was added to them."""
+    """A program looks its adapter up once, for several tiles of columns; the next ones are loaded meanwhile."""
     slot, first, left, offset, ordinal, step = tile_of(tiles, tl.program_id(1))
     if left <= 0:
         return
     row_N = first + tl.arange(0, row_tile)
     valid_N = tl.arange(0, row_tile) < left
-    k_K = tl.program_id(0) * column_tile + tl.arange(0, column_tile)
-    valid_NK = valid_N[:, None] & (k_K < width)[None, :]
-    place_NK = gate_up + row_N[:, None].to(tl.int64) * (2 * width) + k_K[None, :]
-    gate_NK = tl.load(place_NK, mask=valid_NK, other=0.0)
-    up_NK = tl.load(place_NK + width, mask=valid_NK, other=0.0)
+    owned_N = valid_N & (row_N * 0 + slot >= 0)
     if adapted:
-        gate_NK += term_tile(s, table, slot, 0, row_N, valid_N, k_K, width, 1, 2, cap, aligned)
-        up_NK += term_tile(s, table, slot, 1, row_N, valid_N, k_K, width, 1, 2, cap, aligned)
-        tl.debug_barrier()
-        tl.store(place_NK, gate_NK, mask=valid_NK)
-        tl.store(place_NK + width, up_NK, mask=valid_NK)
-    gate_NK = gate_NK.to(tl.float32)
-    hidden_NK = (gate_NK * tl.sigmoid(gate_NK)).to(hidden.dtype.element_ty).to(tl.float32) * up_NK.to(tl.float32)
-    hidden += row_N[:, None].to(tl.int64) * width + k_K[None, :]
-    tl.store(hidden, hidden_NK.to(hidden.dtype.element_ty), mask=valid_NK)
+        gate, gate_rank = matrix_of(table, slot, 0, 1, 2, s.dtype.element_ty)
+        up, up_rank = matrix_of(table, slot, 1, 1, 2, s.dtype.element_ty)
+        s_gate_NR = products_tile(s, row_N, owned_N, 0, 2, cap)
+        s_up_NR = products_tile(s, row_N, owned_N, cap, 2, cap)
+    for i in tl.range(column_tiles, num_stages=stages):
+        k_K = (tl.program_id(0) * column_tiles + i) * column_tile + tl.arange(0, column_tile)
+        valid_NK = valid_N[:, None] & (k_K < width)[None, :]
+        place_NK = gate_up + row_N[:, None].to(tl.int64) * (2 * width) + k_K[None, :]
+        gate_NK = tl.load(place_NK, mask=valid_NK, other=0.0)
+        up_NK = tl.load(place_NK + width, mask=valid_NK, other=0.0)
+        if adapted:
+            zero_NK = tl.zeros([row_tile, column_tile], dtype=tl.float32)
+            term_NK = add_term(zero_NK, s, s_gate_NR, gate, gate_rank, 0, row_N, owned_N, k_K, width, 2, cap, aligned)
+            gate_NK += term_NK.to(gate_NK.dtype)
+            term_NK = add_term(zero_NK, s, s_up_NR, up, up_rank, 1, row_N, owned_N, k_K, width, 2, cap, aligned)
+            up_NK += term_NK.to(up_NK.dtype)
+        else:
+            gate_NK += 0.0
+            up_NK += 0.0
+        gate_NK = gate_NK.to(tl.float32)
+        hidden_NK = (gate_NK * tl.sigmoid(gate_NK)).to(hidden.dtype.element_ty).to(tl.float32) * up_NK.to(tl.float32)
+        place_NK = hidden + row_N[:, None].to(tl.int64) * width + k_K[None, :]
+        tl.store(place_NK, hidden_NK.to(hidden.dtype.element_ty), mask=valid_NK)
 
 
 @triton.jit
 def _swiglu_backward_kernel(
-    gate_up, dhidden, ds, dtable, tiles, width,
-    cap: tl.constexpr, adapted: tl.constexpr, dropout: tl.constexpr, aligned: tl.constexpr,
-    row_tile: tl.constexpr, column_tile: tl.constexpr,
+    gate_up, dhidden, s, table, ds, dtable, tiles, width,
+    cap: tl.constexpr, dcap: tl.constexpr, adapted: tl.constexpr, dadapted: tl.constexpr, dropout: tl.constexpr, aligned: tl.constexpr,
+    row_tile: tl.constexpr, column_tile: tl.constexpr, column_tiles: tl.constexpr, stages: tl.constexpr,
 ):
-    """Writes the gradient over gate and up, and the product, made again, over its own gradient."""
+    """Writes the gradient over gate and up, and the product, made again, over its own gradient.
+
+    What was added to gate and up is made again too: that costs less than to write them back in forward.
+    """
     slot, first, left, offset, ordinal, step = tile_of(tiles, tl.program_id(1))
     if left <= 0:
         return
     row_N = first + tl.arange(0, row_tile)
     valid_N = tl.arange(0, row_tile) < left
-    k = tl.program_id(0) * column_tile
-    k_K = k + tl.arange(0, column_tile)
-    valid_NK = valid_N[:, None] & (k_K < width)[None, :]
-    place_NK = gate_up + row_N[:, None].to(tl.int64) * (2 * width) + k_K[None, :]
-    hidden_NK = dhidden + row_N[:, None].to(tl.int64) * width + k_K[None, :]
-    gate_NK = tl.load(place_NK, mask=valid_NK, other=0.0).to(tl.float32)
-    up_NK = tl.load(place_NK + width, mask=valid_NK, other=0.0).to(tl.float32)
-    d_NK = tl.load(hidden_NK, mask=valid_NK, other=0.0).to(tl.float32)
+    owned_N = valid_N & (row_N * 0 + slot >= 0)
+    position_N = offset + tl.arange(0, row_tile)
+    entry = dtable + tl.maximum(slot, 0) * FIELDS
+    masked = False
     if adapted:
-        position_N = offset + tl.arange(0, row_tile)
-        d_NK += dx_tile(ds, dtable, slot, row_N, valid_N, k, width, position_N, ordinal, step,
-                        dropout, 1, cap, aligned, column_tile).to(tl.float32)
-    sigmoid_NK = tl.sigmoid(gate_NK)
-    silu_NK = gate_NK * sigmoid_NK
-    dup_NK = d_NK * silu_NK
-    dgate_NK = d_NK * up_NK * sigmoid_NK * (1 + gate_NK - silu_NK)
-    product_NK = silu_NK.to(dhidden.dtype.element_ty).to(tl.float32) * up_NK
-    tl.debug_barrier()
-    tl.store(place_NK, dgate_NK.to(gate_up.dtype.element_ty), mask=valid_NK)
-    tl.store(place_NK + width, dup_NK.to(gate_up.dtype.element_ty), mask=valid_NK)
-    tl.store(hidden_NK, product_NK.to(dhidden.dtype.element_ty), mask=valid_NK)
+        gate, gate_rank = matrix_of(table, slot, 0, 1, 2, s.dtype.element_ty)
+        up, up_rank = matrix_of(table, slot, 1, 1, 2, s.dtype.element_ty)
+        s_gate_NR = products_tile(s, row_N, owned_N, 0, 2, cap)
+        s_up_NR = products_tile(s, row_N, owned_N, cap, 2, cap)
+    if dadapted:
+        down, down_rank = matrix_of(dtable, slot, 0, 0, 1, s.dtype.element_ty)
+        ds_NR = products_tile(ds, row_N, owned_N, 0, 1, dcap)
+        if dropout:
+            masked = is_masked(entry, 1)
+    for i in tl.range(column_tiles, num_stages=stages):
+        k = (tl.program_id(0) * column_tiles + i) * column_tile
+        k_K = k + tl.arange(0, column_tile)
+        valid_NK = valid_N[:, None] & (k_K < width)[None, :]
+        place_NK = gate_up + row_N[:, None].to(tl.int64) * (2 * width) + k_K[None, :]
+        hidden_NK = dhidden + row_N[:, None].to(tl.int64) * width + k_K[None, :]
+        gate_NK = tl.load(place_NK, mask=valid_NK, other=0.0)
+        up_NK = tl.load(place_NK + width, mask=valid_NK, other=0.0)
+        d_NK = tl.load(hidden_NK, mask=valid_NK, other=0.0).to(tl.float32)
+        if adapted:
+            zero_NK = tl.zeros([row_tile, column_tile], dtype=tl.float32)
+            term_NK = add_term(zero_NK, s, s_gate_NR, gate, gate_rank, 0, row_N, owned_N, k_K, width, 2, cap, aligned)
+            gate_NK += term_NK.to(gate_NK.dtype)
+            term_NK = add_term(zero_NK, s, s_up_NR, up, up_rank, 1, row_N, owned_N, k_K, width, 2, cap, aligned)
+            up_NK += term_NK.to(up_NK.dtype)
+        else:
+            gate_NK += 0.0
+            up_NK += 0.0
+        if dadapted:
+            zero_NK = tl.zeros([row_tile, column_tile], dtype=tl.float32)
+            term_NK = add_term(zero_NK, ds, ds_NR, down, down_rank, 0, row_N, owned_N, k_K, width, 1, dcap, aligned)
+            term_NK = term_NK.to(up_NK.dtype)
+            if dropout:
+                if masked:
+                    term_NK = drop(term_NK, entry, ordinal, step, position_N, k, column_tile)
+            d_NK += term_NK.to(tl.float32)
+        else:
+            d_NK += 0.0
+        gate_NK = gate_NK.to(tl.float32)
+        up_NK = up_NK.to(tl.float32)
+        sigmoid_NK = tl.sigmoid(gate_NK)
+        silu_NK = gate_NK * sigmoid_NK
+        dup_NK = d_NK * silu_NK
+        dgate_NK = d_NK * up_NK * sigmoid_NK * (1 + gate_NK - silu_NK)
+        product_NK = silu_NK.to(dhidden.dtype.element_ty).to(tl.float32) * up_NK
+        tl.store(place_NK, dgate_NK.to(gate_up.dtype.element_ty), mask=valid_NK)
+        tl.store(place_NK + width, dup_NK.to(gate_up.dtype.element_ty), mask=valid_NK)
+        tl.store(hidden_NK, product_NK.to(dhidden.dtype.element_ty), mask=valid_NK)

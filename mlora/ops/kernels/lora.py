@@ -9,6 +9,8 @@ adapter's ranks are always taken 16 at a time.
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 import triton
 import triton.language as tl
@@ -16,7 +18,7 @@ import triton.language as tl
 from mlora.ops.batch_lora import LinearBank, LoraTerm
 from mlora.ops.kernels import FUSED
 from mlora.ops.random import ROUNDS
-from mlora.ops.routing import ROW_TILE, Routing
+from mlora.ops.routing import NARROW_TILE, ROW_TILE, Routing
 
 FIELDS = tl.constexpr(12)  # A, B, grad A, grad B as addresses, then these
 A, B, GRAD_A, GRAD_B = (tl.constexpr(i) for i in range(4))
@@ -24,60 +26,101 @@ KEY, RANK, THRESHOLD, SCALING, KEEP_SCALE, COLUMN, WIDTH, IN_WIDTH = (tl.constex
 RANKS = tl.constexpr(16)
 _ROUNDS = tl.constexpr(ROUNDS)
 _SHRINK = {"column_tile": 256, "num_warps": 4, "num_stages": 3} | FUSED
+_BACKWARD_B = {"row_tile": 64, "column_tile": 256, "num_warps": 8, "num_stages": 3} | FUSED
+_SUM_PARTS = {"num_warps": 1} | FUSED
 _OUTER = {"row_tile": 64, "column_tile": 128, "num_warps": 4, "num_stages": 4} | FUSED
 _EXPAND = {"column_tile": 64, "num_warps": 4} | FUSED
 
 
-def shrink(right: torch.Tensor, bank: LinearBank, routing: Routing, through: str) -> torch.Tensor:
-    """S = scaling · drop(x)·Aᵀ, or through B, dS = scaling · dy·Bᵀ; [T, P · rank_cap], 0 beyond an adapter's own ranks.
-
-    Rows of nobody stay undefined.
-    """
-    cap, table = bank.rank_cap, bank.table(right.device)
-    allocate = torch.empty if bank.groups else torch.zeros
-    out = allocate(right.shape[0], bank.modules * cap, dtype=right.dtype, device=right.device)
+def shrink(x: torch.Tensor, bank: LinearBank, routing: Routing) -> torch.Tensor:
+    """S = scaling · drop(x)·Aᵀ, [T, P · rank_cap], 0 beyond an adapter's own ranks. Rows of nobody stay undefined."""
+    cap, table = bank.rank_cap, bank.table(x.device)
+    out = _products(x, bank)
     if bank.groups:
-        # Through A all modules read the same x; through B each reads columns of its own, so each has its own program.
-        programs = 1 if through == "A" else bank.modules
-        _shrink_kernel[(len(routing.row_tiles), cap // 16, programs)](
-            right,
+        _shrink_kernel[(len(routing.row_tiles), cap // 16)](
+            x,
             out,
             table,
             routing.row_tiles,
-            right.stride(0),
+            x.stride(0),
             cap,
-            dropout=through == "A" and routing.dropout,
-            side=0 if through == "A" else 1,
+            dropout=routing.dropout,
             modules=bank.modules,
             aligned=bank.aligned,
             row_tile=ROW_TILE,
-            **_staged(_SHRINK, right),
+            **_staged(_SHRINK, x, ROW_TILE + 16 * triton.next_power_of_2(bank.modules)),
         )
     return out
 
 
-def accumulate(left: torch.Tensor, right: torch.Tensor, bank: LinearBank, routing: Routing, through: str) -> None:
-    """dA += dSᵀ·drop(x), or through B, dB += Sᵀ·dy: ``left`` is dS or S, ``right`` x or dy. Continues the accumulators."""
+def backward_b(dy: torch.Tensor, s: torch.Tensor, bank: LinearBank, routing: Routing) -> torch.Tensor:
+    """dB += Sᵀ·dy, continuing the accumulators, and dS = scaling · dy·Bᵀ as ``shrink`` lays it out, with one read of dy.
+
+    Each tile of columns gives a part of dS, [tiles, T, P · 16] in float32; 16 ranks at a time bound its memory.
+    """
+    out = _products(dy, bank)
+    if bank.groups:
+        cap, modules, table = s.shape[1] // bank.modules, bank.modules, bank.table(dy.device)
+        tiles = triton.cdiv(bank.widest, _BACKWARD_B["column_tile"])
+        parts = torch.empty(tiles, dy.shape[0], modules * 16, dtype=torch.float32, device=dy.device)
+        for first_rank in range(0, bank.rank_cap, 16):
+            _backward_b_kernel[(tiles, len(routing.spans), modules)](
+                s,
+                dy,
+                parts,
+                table,
+                routing.spans,
+                routing.samples,
+                routing.samples.shape[1],
+                dy.stride(0),
+                dy.shape[0],
+                cap,
+                first_rank,
+                modules=modules,
+                aligned=bank.aligned,
+                **_staged(_BACKWARD_B, dy, ROW_TILE + 16),
+            )
+            _sum_parts_kernel[(len(routing.narrow_tiles), modules)](
+                parts,
+                out,
+                table,
+                routing.narrow_tiles,
+                dy.shape[0],
+                bank.rank_cap,
+                first_rank,
+                modules=modules,
+                row_tile=NARROW_TILE,
+                column_tile=_BACKWARD_B["column_tile"],
+                **_SUM_PARTS,
+            )
+    return out
+
+
+def accumulate_a(ds: torch.Tensor, x: torch.Tensor, bank: LinearBank, routing: Routing) -> None:
+    """dA += dSᵀ·drop(x), continuing the accumulators."""
     if not bank.groups:
         return
-    cap, width = left.shape[1] // bank.modules, right.shape[1]
-    programs = cap // 16 if through == "A" else bank.modules * (cap // 16)
-    grid = (triton.cdiv(width, _OUTER["column_tile"]), len(routing.spans), programs)
-    _outer_kernel[grid](
-        left,
-        right,
-        bank.table(right.device),
+    cap, width = ds.shape[1] // bank.modules, x.shape[1]
+    _outer_kernel[(triton.cdiv(width, _OUTER["column_tile"]), len(routing.spans), cap // 16)](
+        ds,
+        x,
+        bank.table(x.device),
         routing.spans,
         routing.samples,
         routing.samples.shape[1],
-        right.stride(0),
+        x.stride(0),
         cap,
-        dropout=through == "A",
-        side=0 if through == "A" else 1,
+        dropout=bank.has_dropout,
         modules=bank.modules,
         aligned=bank.aligned,
-        **_staged(_OUTER, right),
+        **_staged(_OUTER, x, 2 * ROW_TILE),
     )
+
+
+def _products(rows: torch.Tensor, bank: LinearBank) -> torch.Tensor:
+    """Memory for S or dS of these rows."""
+    allocate = torch.empty if bank.groups else torch.zeros
+    return allocate(rows.shape[0], bank.modules * bank.rank_cap, dtype=rows.dtype, device=rows.device)
 
 
 def expand(out: torch.Tensor, term: LoraTerm) -> None:
@@ -113,9 +156,18 @@ def cap_of(term: LoraTerm) -> int:
     return term.products.shape[1] // term.bank.modules
 
 
-def _staged(tile: dict[str, int], x: torch.Tensor) -> dict[str, int]:
-    """Elements of four bytes fill shared memory with half as many loads in flight; that changes no sum."""
-    return tile if x.element_size() == 2 else tile | {"num_stages": 2}
+def _staged(tile: dict[str, int], x: torch.Tensor, rows: int) -> dict[str, int]:
+    """The tile with as many loads of ``rows`` rows of it in flight as fit a block's shared memory; that changes no sum."""
+    if not x.is_cuda:
+        return tile
+    fit = (_shared_memory(x.device.index) - 16 * 1024) // (rows * tile["column_tile"] * x.element_size())
+    return tile | {"num_stages": max(1, min(tile["num_stages"], fit))}
+
+
+@cache
+def _shared_memory(device: int) -> int:
+    """Bytes for one block."""
+    return triton.runtime.driver.active.utils.get_device_properties(device)["max_shared_mem"]
 
 
 @triton.jit
@@ -172,27 +224,39 @@ def drop(x_NK, entry, ordinal, step, position_N, column, column_tile: tl.constex
 
 
 @triton.jit
+def matrix_of(table, slot, module, side: tl.constexpr, modules: tl.constexpr, dtype: tl.constexpr):
+    """A (side 0) or B (side 1) of one module and its rank, which is 0 where nobody has one."""
+    entry = table + (tl.maximum(slot, 0) * modules + module) * FIELDS
+    rank = tl.where(slot >= 0, tl.load(entry + RANK), 0).to(tl.int32)
+    return tl.load(entry + side).to(tl.pointer_type(dtype)), rank
+
+
+@triton.jit
+def products_tile(s, row_N, owned_N, column, modules: tl.constexpr, cap: tl.constexpr):
+    """S or dS, columns of one module from ``column`` on: all, or 64."""
+    chunk: tl.constexpr = cap if cap < 64 else 64
+    place_NR = row_N[:, None].to(tl.int64) * (cap * modules) + (column + tl.arange(0, chunk))[None, :]
+    return tl.load(s + place_NR, mask=owned_N[:, None], other=0.0)
+
+
+@triton.jit
 def add_term(
-    acc_NK, s, table, slot, module, row_N, valid_N, column_K, width,
-    side: tl.constexpr, modules: tl.constexpr, cap: tl.constexpr, aligned: tl.constexpr,
+    acc_NK, s, s_NR, matrix, rank, module, row_N, owned_N, column_K, width,
+    modules: tl.constexpr, cap: tl.constexpr, aligned: tl.constexpr,
 ):
-    """acc + S·B (side 1) or dS·A (side 0) of one module.
+    """acc + S·B or dS·A of one module; ``s_NR``: its first columns of S, which a caller may need for many tiles.
 
     Ranks beyond the adapter's own, up to ``cap``, count as zeros, which changes no bit.
     """
-    chunk: tl.constexpr = cap if cap < 64 else 64
-    entry = table + (tl.maximum(slot, 0) * modules + module) * FIELDS
-    rank = tl.where(slot >= 0, tl.load(entry + RANK), 0).to(tl.int32)
-    matrix = tl.load(entry + side).to(tl.pointer_type(s.dtype.element_ty))
-    inside_K = (column_K >= 0) & (column_K < width)
-    owned_N = valid_N & (row_N * 0 + slot >= 0)
+    chunk: tl.constexpr = s_NR.shape[1]
     for first in tl.static_range(0, cap, chunk):
+        if first > 0:
+            s_NR = products_tile(s, row_N, owned_N, module * cap + first, modules, cap)
         r = first + tl.arange(0, chunk)
-        place_NR = row_N[:, None].to(tl.int64) * (cap * modules) + (module * cap + r)[None, :]
-        s_NR = tl.load(s + place_NR, mask=owned_N[:, None], other=0.0)
         pointer_RK = matrix + r[:, None] * width + column_K[None, :]
         if aligned:
             pointer_RK = tl.multiple_of(pointer_RK, [16, 16])
+        inside_K = (column_K >= 0) & (column_K < width)
         m_RK = tl.load(pointer_RK, mask=(r < rank)[:, None] & inside_K[None, :], other=0.0)
         acc_NK = tl.dot(s_NR, m_RK, acc_NK, input_precision="ieee")
     return acc_NK
@@ -203,10 +267,21 @@ def term_tile(
     s, table, slot, module, row_N, valid_N, column_K, width,
     side: tl.constexpr, modules: tl.constexpr, cap: tl.constexpr, aligned: tl.constexpr,
 ):
-    """S·B or dS·A of one module, in the dtype of S."""
+    """S·B (side 1) or dS·A (side 0) of one module, in the dtype of S."""
     acc_NK = tl.zeros([row_N.shape[0], column_K.shape[0]], dtype=tl.float32)
-    acc_NK = add_term(acc_NK, s, table, slot, module, row_N, valid_N, column_K, width, side, modules, cap, aligned)
+    acc_NK = _add_module(acc_NK, s, table, slot, module, row_N, valid_N, column_K, width, side, modules, cap, aligned)
     return acc_NK.to(s.dtype.element_ty)
+
+
+@triton.jit
+def _add_module(
+    acc_NK, s, table, slot, module, row_N, valid_N, column_K, width,
+    side: tl.constexpr, modules: tl.constexpr, cap: tl.constexpr, aligned: tl.constexpr,
+):
+    matrix, rank = matrix_of(table, slot, module, side, modules, s.dtype.element_ty)
+    owned_N = valid_N & (row_N * 0 + slot >= 0)
+    s_NR = products_tile(s, row_N, owned_N, module * cap, modules, cap)
+    return add_term(acc_NK, s, s_NR, matrix, rank, module, row_N, owned_N, column_K, width, modules, cap, aligned)
 
 
 @triton.jit
@@ -250,16 +325,16 @@ def _sum_of_terms(
         acc_NK = tl.dot(s_NC, m_CK, acc_NK, input_precision="ieee")
     else:
         for module in tl.static_range(modules):
-            acc_NK = add_term(acc_NK, s, table, slot, module, row_N, valid_N, column_K, width, 0, modules, cap, aligned)
+            acc_NK = _add_module(acc_NK, s, table, slot, module, row_N, valid_N, column_K, width, 0, modules, cap, aligned)
     return acc_NK
 
 
 @triton.jit
 def _shrink_kernel(
     x, out, table, tiles, stride, cap,
-    dropout: tl.constexpr, side: tl.constexpr, modules: tl.constexpr, aligned: tl.constexpr,
-    row_tile: tl.constexpr, column_tile: tl.constexpr,
+    dropout: tl.constexpr, modules: tl.constexpr, aligned: tl.constexpr, row_tile: tl.constexpr, column_tile: tl.constexpr,
 ):
+    """With one read of x for all modules, unless each has a mask of its own."""
     slot, first, left, offset, ordinal, step = tile_of(tiles, tl.program_id(0))
     if (slot < 0) | (left <= 0):
         return
@@ -269,31 +344,24 @@ def _shrink_kernel(
     first_rank = tl.program_id(1) * RANKS
     x += row_N[:, None].to(tl.int64) * stride
     out += row_N[:, None].to(tl.int64) * (cap * modules)
-    if side == 1:
-        module = tl.program_id(2)
-        entry = table + (slot * modules + module) * FIELDS
-        _shrink_one(x, out, entry, module, cap, first_rank, valid_N, position_N, ordinal, step,
-                    False, side, aligned, row_tile, column_tile)
+    entry = table + slot * modules * FIELDS
+    if dropout and is_masked(entry, modules):
+        for each in range(modules):
+            _shrink_one(x, out + each * cap, entry + each * FIELDS, first_rank, valid_N, position_N, ordinal, step,
+                        aligned, row_tile, column_tile)
     else:
-        entry = table + slot * modules * FIELDS
-        if dropout and is_masked(entry, modules):
-            for each in range(modules):
-                _shrink_one(x, out, entry + each * FIELDS, each, cap, first_rank, valid_N, position_N, ordinal,
-                            step, dropout, side, aligned, row_tile, column_tile)
-        else:
-            _shrink_all(x, out, entry, cap, first_rank, valid_N, modules, aligned, row_tile, column_tile)
+        _shrink_all(x, out, entry, cap, first_rank, valid_N, modules, aligned, row_tile, column_tile)
 
 
 @triton.jit
 def _shrink_one(
-    x, out, entry, module, cap, first_rank, valid_N, position_N, ordinal, step,
-    dropout: tl.constexpr, side: tl.constexpr, aligned: tl.constexpr, row_tile: tl.constexpr, column_tile: tl.constexpr,
+    x, out, entry, first_rank, valid_N, position_N, ordinal, step,
+    aligned: tl.constexpr, row_tile: tl.constexpr, column_tile: tl.constexpr,
 ):
     """16 ranks of one module, with its mask."""
     rank = tl.load(entry + RANK).to(tl.int32)
-    width = multiple(tl.load(entry + (IN_WIDTH if side == 0 else WIDTH)), aligned)
-    column = 0 if side == 0 else multiple(tl.load(entry + COLUMN), aligned)
-    matrix = tl.load(entry + side).to(tl.pointer_type(x.dtype.element_ty))
+    width = multiple(tl.load(entry + IN_WIDTH), aligned)
+    matrix = tl.load(entry + A).to(tl.pointer_type(x.dtype.element_ty))
     r = first_rank + tl.arange(0, RANKS)
     pointer_RK = matrix + r[:, None] * width + tl.arange(0, column_tile)[None, :]
     acc_NR = tl.zeros([row_tile, RANKS], dtype=tl.float32)
@@ -301,16 +369,15 @@ def _shrink_one(
         for k in range(0, width, column_tile):
             k_K = k + tl.arange(0, column_tile)
             inside_K = (k_K < width)[None, :]
-            x_NK = tl.load(x + column + k_K[None, :], mask=valid_N[:, None] & inside_K, other=0.0)
+            x_NK = tl.load(x + k_K[None, :], mask=valid_N[:, None] & inside_K, other=0.0)
             m_pointer_RK = pointer_RK + k
             if aligned:
                 m_pointer_RK = tl.multiple_of(m_pointer_RK, [16, 16])
             m_RK = tl.load(m_pointer_RK, mask=(r < rank)[:, None] & inside_K, other=0.0)
-            if dropout:
-                x_NK = drop(x_NK, entry, ordinal, step, position_N, k, column_tile)
+            x_NK = drop(x_NK, entry, ordinal, step, position_N, k, column_tile)
             acc_NR = tl.dot(x_NK, tl.trans(m_RK), acc_NR, input_precision="ieee")
     acc_NR *= as_float(tl.load(entry + SCALING))
-    tl.store(out + module * cap + r[None, :], acc_NR.to(x.dtype.element_ty), mask=valid_N[:, None])
+    tl.store(out + r[None, :], acc_NR.to(x.dtype.element_ty), mask=valid_N[:, None])
 
 
 @triton.jit
@@ -350,14 +417,86 @@ def _shrink_all(
 
 
 @triton.jit
+def _backward_b_kernel(
+    s, dy, parts, table, spans, samples, capacity, stride, rows, cap, first_rank,
+    modules: tl.constexpr, aligned: tl.constexpr, row_tile: tl.constexpr, column_tile: tl.constexpr,
+):
+    """One program walks all rows of one adapter, sample by sample, for 16 ranks and a tile of one module's columns."""
+    span = spans + 3 * tl.program_id(1)
+    slot = tl.load(span)
+    if slot < 0:
+        return
+    module = tl.program_id(2)
+    entry = table + (slot * modules + module) * FIELDS
+    width = multiple(tl.load(entry + WIDTH), aligned)
+    k = tl.program_id(0) * column_tile
+    rank = tl.load(entry + RANK).to(tl.int32)
+    if (k >= width) | (first_rank >= rank):
+        return
+    begin = tl.load(span + 1)
+    end = begin + tl.load(span + 2)
+    r = tl.arange(0, RANKS)
+    k_K = k + tl.arange(0, column_tile)
+    valid_RK = (first_rank + r < rank)[:, None] & (k_K < width)[None, :]
+    place_RK = (first_rank + r)[:, None] * width + k_K[None, :]
+    grad_RK = tl.load(entry + GRAD_B).to(tl.pointer_type(tl.float32)) + place_RK
+    b_pointer_RK = tl.load(entry + B).to(tl.pointer_type(s.dtype.element_ty)) + place_RK
+    if aligned:
+        grad_RK = tl.multiple_of(grad_RK, [16, 16])
+        b_pointer_RK = tl.multiple_of(b_pointer_RK, [16, 16])
+    acc_RK = tl.load(grad_RK, mask=valid_RK, other=0.0)
+    b_KR = tl.trans(tl.load(b_pointer_RK, mask=valid_RK, other=0.0))
+    dy_K = dy + multiple(tl.load(entry + COLUMN), aligned) + k_K[None, :]
+    s_R = s + (module * cap + first_rank + r)[None, :]
+    part_R = parts + tl.program_id(0).to(tl.int64) * rows * (modules * RANKS) + (module * RANKS + r)[None, :]
+    for sample in range(begin, end):
+        first = tl.load(samples + capacity + sample).to(tl.int64)
+        length = tl.load(samples + 2 * capacity + sample)
+        for n in range(0, length, row_tile):
+            n_N = n + tl.arange(0, row_tile)
+            row_N = (first + n_N)[:, None]
+            inside_N = (n_N < length)[:, None]
+            s_NR = tl.load(s_R + row_N * (cap * modules), mask=inside_N, other=0.0)
+            dy_NK = tl.load(dy_K + row_N * stride, mask=inside_N & (k_K < width)[None, :], other=0.0)
+            acc_RK = tl.dot(tl.trans(s_NR), dy_NK, acc_RK, input_precision="ieee")
+            part_NR = tl.dot(dy_NK, b_KR, input_precision="ieee")
+            tl.store(part_R + row_N * (modules * RANKS), part_NR, mask=inside_N)
+    tl.store(grad_RK, acc_RK, mask=valid_RK)
+
+
+@triton.jit
+def _sum_parts_kernel(
+    parts, out, table, tiles, rows, cap, first_rank,
+    modules: tl.constexpr, row_tile: tl.constexpr, column_tile: tl.constexpr,
+):
+    """dS of one module, its parts summed in the order of the columns."""
+    slot, first, left, offset, ordinal, step = tile_of(tiles, tl.program_id(0))
+    if (slot < 0) | (left <= 0):
+        return
+    module = tl.program_id(1)
+    entry = table + (slot * modules + module) * FIELDS
+    row_N = (first + tl.arange(0, row_tile)).to(tl.int64)[:, None]
+    valid_NR = (tl.arange(0, row_tile) < left)[:, None]
+    r = tl.arange(0, RANKS)[None, :]
+    parts += row_N * (modules * RANKS) + module * RANKS + r
+    sum_NR = tl.zeros([row_tile, RANKS], dtype=tl.float32)
+    if first_rank < tl.load(entry + RANK):
+        for _ in tl.range(0, tl.load(entry + WIDTH).to(tl.int32), column_tile, num_stages=4):
+            sum_NR += tl.load(parts, mask=valid_NR, other=0.0)
+            parts += rows.to(tl.int64) * (modules * RANKS)
+    sum_NR *= as_float(tl.load(entry + SCALING))
+    place_NR = out + row_N * (cap * modules) + module * cap + first_rank + r
+    tl.store(place_NR, sum_NR.to(out.dtype.element_ty), mask=valid_NR)
+
+
+@triton.jit
 def _outer_kernel(
-    left, right, table, spans, samples, capacity, stride, cap,
-    dropout: tl.constexpr, side: tl.constexpr, modules: tl.constexpr, aligned: tl.constexpr,
-    row_tile: tl.constexpr, column_tile: tl.constexpr,
+    ds, x, table, spans, samples, capacity, stride, cap,
+    dropout: tl.constexpr, modules: tl.constexpr, aligned: tl.constexpr, row_tile: tl.constexpr, column_tile: tl.constexpr,
 ):
     """One program walks all rows of one adapter, sample by sample, for 16 ranks and a tile of columns.
 
-    Through A it takes all modules, which share x, unless each has a mask of its own.
+    It takes all modules, which share x, unless each has a mask of its own.
     """
     span = spans + 3 * tl.program_id(1)
     slot = tl.load(span)
@@ -367,47 +506,39 @@ def _outer_kernel(
     entry = table + slot * modules * FIELDS
     begin = tl.load(span + 1)
     end = begin + tl.load(span + 2)
-    if side == 1:
-        _outer(left, right, entry, samples, capacity, stride, cap, begin, end, (tl.program_id(2) // modules) * RANKS,
-               column, tl.program_id(2) % modules, False, side, modules, 1, aligned, row_tile, column_tile)
+    first_rank = tl.program_id(2) * RANKS
+    if dropout and is_masked(entry, modules):
+        for each in range(modules):
+            _outer(ds, x, entry, samples, capacity, stride, cap, begin, end, first_rank, column, each,
+                   True, modules, 1, aligned, row_tile, column_tile)
     else:
-        first_rank = tl.program_id(2) * RANKS
-        if dropout and is_masked(entry, modules):
-            for each in range(modules):
-                _outer(left, right, entry, samples, capacity, stride, cap, begin, end, first_rank, column, each,
-                       True, side, modules, 1, aligned, row_tile, column_tile)
-        else:
-            _outer(left, right, entry, samples, capacity, stride, cap, begin, end, first_rank, column, 0, False,
-                   side, modules, modules, aligned, row_tile, column_tile)
+        _outer(ds, x, entry, samples, capacity, stride, cap, begin, end, first_rank, column, 0, False,
+               modules, modules, aligned, row_tile, column_tile)
 
 
 @triton.jit
 def _outer(
-    left, right, entry, samples, capacity, stride, cap, begin, end, first_rank, k, module,
-    dropout: tl.constexpr, side: tl.constexpr, modules: tl.constexpr, count: tl.constexpr, aligned: tl.constexpr,
+    ds, x, entry, samples, capacity, stride, cap, begin, end, first_rank, k, module,
+    dropout: tl.constexpr, modules: tl.constexpr, count: tl.constexpr, aligned: tl.constexpr,
     row_tile: tl.constexpr, column_tile: tl.constexpr,
 ):
-    """``count`` modules from ``module`` on: grad[C, K] += leftᵀ·right."""
+    """``count`` modules from ``module`` on: grad[C, K] += dsᵀ·x."""
     together: tl.constexpr = triton.next_power_of_2(count) * RANKS
     c = tl.arange(0, together)
     module_C = module + tl.minimum(c // RANKS, count - 1)
     r_C = first_rank + c % RANKS
     entry_C = entry + module_C * FIELDS
     valid_C = (r_C < tl.load(entry_C + RANK)) & (c < count * RANKS)
-    width = multiple(tl.max(tl.load(entry_C + (IN_WIDTH if side == 0 else WIDTH)), 0), aligned)
+    width = multiple(tl.max(tl.load(entry_C + IN_WIDTH), 0), aligned)
     if (tl.max(valid_C.to(tl.int32), 0) > 0) & (k < width):
         k_K = k + tl.arange(0, column_tile)
         valid_CK = valid_C[:, None] & (k_K < width)[None, :]
-        grad_C = tl.load(entry_C + (GRAD_A if side == 0 else GRAD_B)).to(tl.pointer_type(tl.float32))
+        grad_C = tl.load(entry_C + GRAD_A).to(tl.pointer_type(tl.float32))
         grad_CK = grad_C[:, None] + r_C[:, None] * width + k_K[None, :]
         if aligned:
             grad_CK = tl.multiple_of(grad_CK, [16, 16])
         acc_CK = tl.load(grad_CK, mask=valid_CK, other=0.0)
-        place = k
-        if side == 1:
-            place += multiple(tl.load(entry + module * FIELDS + COLUMN), aligned)
-        right_K = right + place + tl.arange(0, column_tile)[None, :]
-        left_C = left + (module_C * cap + r_C)[None, :]
+        ds_C = ds + (module_C * cap + r_C)[None, :]
         for sample in range(begin, end):
             first = tl.load(samples + capacity + sample).to(tl.int64)
             length = tl.load(samples + 2 * capacity + sample)
@@ -417,11 +548,11 @@ def _outer(
                 n_N = n + tl.arange(0, row_tile)
                 row_N = (first + n_N)[:, None]
                 inside_N = (n_N < length)[:, None]
-                s_NC = tl.load(left_C + row_N * (cap * modules), mask=inside_N, other=0.0)
-                x_NK = tl.load(right_K + row_N * stride, mask=inside_N & (k_K < width)[None, :], other=0.0)
+                ds_NC = tl.load(ds_C + row_N * (cap * modules), mask=inside_N, other=0.0)
+                x_NK = tl.load(x + row_N * stride + k_K[None, :], mask=inside_N & (k_K < width)[None, :], other=0.0)
                 if dropout:
                     x_NK = drop(x_NK, entry + module * FIELDS, ordinal, step, n_N, k, column_tile)
-                acc_CK = tl.dot(tl.trans(s_NC), x_NK, acc_CK, input_precision="ieee")
+                acc_CK = tl.dot(tl.trans(ds_NC), x_NK, acc_CK, input_precision="ieee")
         tl.store(grad_CK, acc_CK, mask=valid_CK)
 
 
