@@ -2,14 +2,17 @@
 
     python benchmarks/throughput.py --out results.jsonl              # all rows at the shape of Llama-3.1-8B
     python benchmarks/throughput.py --rows mlora/8x2x512 peft/1x16x512
+    python benchmarks/throughput.py --rows mlora/8x2x512 nf4/8x2x512 fp8/8x2x512 qlora/1x16x512 # or any others
     python benchmarks/throughput.py --profile mlora/8x2x512          # time by kernel
     python benchmarks/throughput.py --small-curve                    # tokens/s over the microbatch's size
     python benchmarks/throughput.py --shape tiny --device cpu --rows mlora/8x2x64 peft/1x16x64
 
 A row is named WAY/JOBSxSAMPLESxTOKENS: so many jobs, each with so many samples of so many tokens. All jobs share one
 microbatch; with ``-in-turn`` each has its own, one after another; with ``-checkpointing`` a peer keeps only the input
-of each layer. WAY is mlora, frozen (this engine, the same samples, no adapters, no steps), peft or liger (PEFT with
-Liger-Kernel). Peers train one job; N jobs one after another take them N times as long.
+of each layer. WAY is mlora, frozen (this engine, the same samples, no adapters, no steps), nf4 (double quantised), int8
+or fp8 (this engine with such a base), peft, liger (PEFT with Liger-Kernel) or qlora (PEFT on bitsandbytes' NF4, double
+quantised). Peers train one job; N jobs one after another take them N times as long. "weights" are the model's GiB on
+the device, embedding and head too, without the buffer into which a quantised base is dequantised.
 
 Weights and tokens are random, every token is a target, adapters are r=16 on all linears, a step is forward, backward,
 clip and AdamW. Ours runs in its repeatable mode, the peers in their default one under bf16 autocast, as the Trainer of
@@ -46,7 +49,8 @@ from mlora.adapters.targets import match_targets
 from mlora.engine.device import choose_device, choose_dtype, prepare, row_bucket
 from mlora.engine.memory import MemoryModel
 from mlora.models.decoder import Decoder
-from mlora.models.spec import ModelSpec, linear_shapes, load_spec
+from mlora.models.quantised import buffer_bytes
+from mlora.models.spec import ModelSpec, Quantization, linear_shapes, load_spec
 from mlora.ops.exact import exact_sum
 from mlora.pipeline.stage import Batch, Stage, StepSums
 from mlora.types import IGNORE, MERGED_LINEARS, Microbatch, SampleRef, Segment, StepDecision
@@ -119,8 +123,19 @@ OURS = (
     "mlora/4x1x2048",
     "mlora/1x1x16384",
 )
-PEERS = ("peft", "liger")
-ROWS = (*OURS, *(f"{way}/1x{size}" for way in PEERS for size in ("16x512", "1x512", "1x256", "4x2048", "1x16384")))
+QUANTIZATIONS = {
+    "nf4": Quantization(kind="nf4", double=True),
+    "int8": Quantization(kind="int8"),
+    "fp8": Quantization(kind="fp8"),
+}
+QUANTISED = (
+    *(f"{way}/8x{samples}x512" for way in QUANTIZATIONS for samples in (2, 1)),
+    "qlora/1x16x512",
+    "qlora/1x1x512",
+)
+PEERS = ("peft", "liger", "qlora")
+SIZES = ("16x512", "1x512", "1x256", "4x2048", "1x16384")
+ROWS = (*OURS, *(f"{way}/1x{size}" for way in ("peft", "liger") for size in SIZES), *QUANTISED)
 CURVE_TOKENS, CURVE_JOBS = (512, 1024, 2048, 4096, 8192, 16384), (1, 8, 32)
 
 Result = dict[str, Any]
@@ -138,7 +153,8 @@ class Case:
 
     @classmethod
     def parse(cls, name: str) -> Case:
-        match = re.fullmatch(r"(mlora|frozen|peft|liger)/(\d+)x(\d+)x(\d+)(-in-turn|-checkpointing)?", name)
+        ways = "|".join(("mlora", "frozen", *QUANTIZATIONS, *PEERS))
+        match = re.fullmatch(rf"({ways})/(\d+)x(\d+)x(\d+)(-in-turn|-checkpointing)?", name)
         if not match:
             raise argparse.ArgumentTypeError(f"{name!r} is no row; write WAY/JOBSxSAMPLESxTOKENS, as in mlora/8x2x512")
         way, jobs, samples, tokens, suffix = match.groups()
@@ -147,7 +163,7 @@ class Case:
             raise argparse.ArgumentTypeError(f"{name}: a peer trains one job at a time; write {way}/1x…")
         if suffix and (suffix == "-checkpointing") != (way in PEERS):
             raise argparse.ArgumentTypeError(
-                f"{name}: -in-turn is for mlora and frozen, -checkpointing for peft and liger"
+                f"{name}: -in-turn is for this engine, -checkpointing for {', '.join(PEERS)}"
             )
         return case
 
@@ -163,8 +179,10 @@ class Case:
 class Way(Protocol):
     """One way to train. ``work`` is made once from the tokens [jobs, samples, tokens]; a step may return a loss.
 
-    ``predicted``: bytes of memory, where the way has a model of it.
+    ``weights`` are the model's bytes on the device, 0 on a CPU; ``predicted`` those of all, where a model says it.
     """
+
+    weights: int
 
     def work(self, case: Case, tokens: torch.Tensor) -> Any: ...
     def step(self, work: Any) -> float | torch.Tensor | None: ...
@@ -204,12 +222,17 @@ class Engine:
     owners of the rows, without whom there is no attention either.
     """
 
-    def __init__(self, spec: ModelSpec, adapters: int, frozen: bool, device: torch.device) -> None:
+    def __init__(self, spec: ModelSpec, adapters: int, way: str, device: torch.device) -> None:
         prepare(device)
-        layers, dtype = range(spec.num_layers), choose_dtype("auto", device)
+        layers, dtype, frozen = range(spec.num_layers), choose_dtype("auto", device), way == "frozen"
+        quantization = QUANTIZATIONS.get(way)
         self._device, self._dtype, self._frozen = device, dtype, frozen
-        self._stage = Stage(Decoder(spec, RandomCheckpoint(spec, dtype, device), layers, dtype, device))  # type: ignore[arg-type]
-        self._memory = MemoryModel(spec=spec, dtype=dtype, layers=[spec.num_layers], in_flight=[1], adapters=[])
+        checkpoint: Any = RandomCheckpoint(spec, dtype, device)
+        self._stage = Stage(Decoder(spec, checkpoint, layers, dtype, device, quantization))
+        self.weights = allocated(device) - buffer_bytes(spec, quantization, dtype)
+        self._memory = MemoryModel(
+            spec=spec, dtype=dtype, layers=[len(layers)], in_flight=[1], adapters=[], quantization=quantization
+        )
         shape = {"r": 1, "target_modules": ["k_proj"], "layers_to_transform": [0]} if frozen else {"r": R}
         for slot in range(adapters):
             adapter = {"name": str(slot), "dataset": "none", "lora_alpha": ALPHA, "seed": slot} | shape
@@ -269,16 +292,19 @@ class Engine:
 class Peer:
     """transformers + PEFT as its Trainer runs it: float32 adapters, bf16 autocast, fused AdamW, no cache of keys."""
 
-    def __init__(self, config: LlamaConfig, liger: bool, checkpointing: bool, device: torch.device) -> None:
+    def __init__(self, config: LlamaConfig, way: str, checkpointing: bool, device: torch.device) -> None:
         from peft import LoraConfig, get_peft_model
 
-        if liger:
+        if way == "liger":
             from liger_kernel.transformers import apply_liger_kernel_to_llama  # type: ignore[import-not-found]
 
             apply_liger_kernel_to_llama()
         dtype = choose_dtype("auto", device)
         with device:
             base = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
+        if way == "qlora":
+            quantise_as_qlora(base, dtype)
+        self.weights = allocated(device)
         base.config.use_cache = False
         if checkpointing:
             base.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
@@ -302,6 +328,27 @@ class Peer:
 
     def predicted(self, case: Case) -> None:
         return None
+
+
+def quantise_as_qlora(model: torch.nn.Module, dtype: torch.dtype) -> None:
+    """Every linear of the layers as transformers' loading with bitsandbytes makes it of a checkpoint."""
+    from bitsandbytes.nn import Linear4bit, Params4bit
+
+    for parent in list(model.model.layers.modules()):
+        for name, linear in list(parent.named_children()):
+            if type(linear) is torch.nn.Linear:
+                out_features, in_features = linear.weight.shape
+                with torch.device("meta"):
+                    four = Linear4bit(in_features, out_features, bias=False, compute_dtype=dtype, quant_type="nf4")
+                packed = Params4bit(linear.weight.data, False, quant_type="nf4", compress_statistics=True, module=four)
+                four.weight = packed.to(linear.weight.device)
+                setattr(parent, name, four)
+    model.is_loaded_in_4bit = True
+
+
+def allocated(device: torch.device) -> int:
+    """Bytes of tensors on the device; on a CPU nobody counts them."""
+    return torch.cuda.memory_allocated() if device.type == "cuda" else 0
 
 
 class Clock:
@@ -336,8 +383,8 @@ def build(cases: Sequence[Case], shape: str, device: torch.device) -> tuple[Way,
         config.save_pretrained(folder)
         spec = load_spec(Path(folder))
     if case.way in PEERS:
-        return Peer(config, case.way == "liger", case.suffix == "-checkpointing", device), spec
-    return Engine(spec, max(case.jobs for case in cases), case.way == "frozen", device), spec
+        return Peer(config, case.way, case.suffix == "-checkpointing", device), spec
+    return Engine(spec, max(case.jobs for case in cases), case.way, device), spec
 
 
 def measure(way: Way, spec: ModelSpec, case: Case, steps: int, device: torch.device) -> Result:
@@ -375,6 +422,7 @@ def _measure(way: Way, spec: ModelSpec, case: Case, steps: int, device: torch.de
         "tflops": 4 * parameters(spec) * case.tokens_per_step / median / 1e12,
         "gib": torch.cuda.max_memory_allocated() / 2**30 if cuda else None,
         "predicted": bytes_ / 2**30 if cuda and (bytes_ := way.predicted(case)) else None,
+        "weights": way.weights / 2**30 if cuda else None,
         "loss": None if loss is None else float(loss),
     }
     if case.tokens >= LONG:
@@ -460,19 +508,8 @@ def table(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
 
 
 def rows_table(found: Mapping[str, Result]) -> str:
-    head = (
-        "row",
-        "tokens",
-        "ms",
-        "least",
-        "most",
-        "tokens/s",
-        "TFLOP/s (4NT)",
-        "GiB",
-        "predicted",
-        "loss",
-        "attention",
-    )
+    measures = ("row", "tokens", "ms", "least", "most", "tokens/s", "TFLOP/s (4NT)")
+    head = (*measures, "GiB", "predicted", "weights", "loss", "attention")
     return table(head, [_cells(result, len(head)) for result in found.values()])
 
 
@@ -480,7 +517,13 @@ def _cells(result: Result, count: int) -> list[str]:
     if "note" in result:
         return [result["row"], result["note"], *[""] * (count - 2)]
     times = (f"{result[key] * 1e3:.1f}" for key in ("seconds", "least", "most"))
-    optional = (("gib", "{:.1f}"), ("predicted", "{:.1f}"), ("loss", "{:.2f}"), ("attention", "{:.1%}"))
+    optional = (
+        ("gib", "{:.1f}"),
+        ("predicted", "{:.1f}"),
+        ("weights", "{:.2f}"),
+        ("loss", "{:.2f}"),
+        ("attention", "{:.1%}"),
+    )
     return [
         result["row"],
         f"{result['tokens']:,}",
@@ -509,6 +552,12 @@ def comparisons(found: Mapping[str, Result]) -> Iterator[tuple[str, float, str]]
         ("mlora/32x1x256", ("mlora/32x1x256-in-turn",), 1, ""),
         ("mlora/4x1x2048", ("peft/1x4x2048", "liger/1x4x2048"), 1, ""),
         ("mlora/1x1x16384", ("peft/1x1x16384", "liger/1x1x16384"), 1, ""),
+        ("nf4/8x2x512", ("mlora/8x2x512",), 1, "≥ 0.92"),
+        ("fp8/8x2x512", ("mlora/8x2x512",), 1, "≥ 1.25"),
+        ("int8/8x2x512", ("mlora/8x2x512",), 1, ""),
+        ("nf4/8x2x512", ("qlora/1x16x512",), 1, "≥ 1.35"),
+        ("nf4/8x1x512", ("qlora/1x1x512",), 8, "≥ 5"),
+        ("fp8/8x1x512", ("mlora/8x1x512",), 1, ""),
     ]
     for ours, others, times, bar in pairs:
         others = tuple(name for name in others if name in measured)
@@ -516,6 +565,9 @@ def comparisons(found: Mapping[str, Result]) -> Iterator[tuple[str, float, str]]
             best = min(others, key=lambda name: measured[name]["seconds"])
             value = times * measured[best]["seconds"] / measured[ours]["seconds"]
             yield f"{ours}: speed against {f'{times} x ' if times > 1 else ''}{best}", value, bar
+    for name, most in (("nf4/8x2x512", "≤ 5.5"), ("fp8/8x2x512", "≤ 16")):
+        if name in measured and measured[name].get("weights"):
+            yield f"{name}: GiB of weights", measured[name]["weights"], most
     if shared and "frozen/8x2x512" in measured:
         yield "8 adapters: time over frozen", shared["seconds"] / measured["frozen/8x2x512"]["seconds"], "≤ 1.06"
 

@@ -123,6 +123,11 @@ def _add_after_training(commands: argparse._SubParsersAction[argparse.ArgumentPa
     merge.add_argument("output", metavar="FOLDER", help="a new folder")
     merge.add_argument("--base", metavar="MODEL", help="the base model, if not where the adapter says")
     merge.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="of the result (the base's own)")
+    merge.add_argument(
+        "--dequantised",
+        action="store_true",
+        help="merge into what the weights of its quantised base stand for, not into the original ones",
+    )
     merge.set_defaults(run=_merge)
     export = commands.add_parser("export", help="write an adapter in another form")
     export.add_argument("adapter", metavar="ADAPTER", help="the adapter's folder, such as RUN/adapters/NAME")
@@ -317,12 +322,18 @@ def _init(arguments: argparse.Namespace) -> int:
 def _merge(arguments: argparse.Namespace) -> int:
     from mlora.engine.merge import merge
 
-    merged = merge(Path(arguments.adapter), Path(arguments.output), arguments.base, arguments.dtype)
-    print(f"{merged.folder}: {merged.modules} modules merged, written as {merged.dtype}")
+    adapter, output = Path(arguments.adapter), Path(arguments.output)
+    merged = merge(adapter, output, arguments.base, arguments.dtype, arguments.dequantised)
+    kinds = ("the original weights", "the dequantised weights")
+    into = f" into {kinds[merged.dequantised]}" if merged.quantization else ""
+    print(f"{merged.folder}: {merged.modules} modules merged{into}, written as {merged.dtype}")
+    base = f"base ({merged.quantization}, as it was trained)" if merged.quantization else "base"
     print(
-        f"logits of adapter on base and of the merged model differ by at most {merged.max_difference:.2e} of "
+        f"logits of adapter on {base} and of the merged model differ by at most {merged.max_difference:.2e} of "
         f"{merged.scale:.2e}; the adapter moves them by up to {merged.changed:.2e}"
     )
+    if merged.other_difference is not None:
+        print(f"merged into {kinds[not merged.dequantised]} they would differ by {merged.other_difference:.2e}")
     return _OK
 
 

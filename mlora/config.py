@@ -50,7 +50,7 @@ _ELSEWHERE = {
     "bnb_4bit_quant_type": "quantization: nf4 or fp4",
     "bnb_4bit_use_double_quant": "double_quantization: true",
     "llm_int8_skip_modules": "quantization_skip_modules",
-    "quantization_config": "quantization: nf4, fp4 or int8",
+    "quantization_config": "quantization: nf4, fp4, int8 or fp8",
 }
 _REFUSED_INITS = {
     "pissa": "PiSSA moves part of the frozen weight into the adapter",
@@ -251,7 +251,9 @@ class RunConfig:
     output_dir: Path = Path("runs/default")
     dtype: Literal["auto", "float32", "bfloat16", "float16", "float64"] = "auto"  # of the frozen model
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    quantization: Literal["nf4", "fp4", "int8"] | None = None  # of the frozen linears; default: as they are stored
+    quantization: Literal["nf4", "fp4", "int8", "fp8"] | None = (
+        None  # of the frozen linears; default: as they are stored
+    )
     double_quantization: bool | None = None  # of nf4's and fp4's scales too; default: as they are stored, else false
     quantization_skip_modules: tuple[str, ...] = ()  # linears that are not quantised, by names or their ends
     microbatch_tokens: int | Literal["auto"] = "auto"  # the most rows of one microbatch; a longer sample goes alone
@@ -268,8 +270,10 @@ class RunConfig:
         for key in ("microbatch_tokens", "max_active", "save_steps", "save_total_limit"):
             if getattr(self, key) not in (None, "auto") and getattr(self, key) < 1:
                 raise UserError(f"{key}: {getattr(self, key)} is not a positive number")
-        if self.quantization == "int8" and self.double_quantization:
-            raise UserError("double_quantization: int8 has one scale a row, which is not quantised; leave it out")
+        if self.quantization in ("int8", "fp8") and self.double_quantization:
+            raise UserError(
+                f"double_quantization: {self.quantization} has one scale a row, which is not quantised; leave it out"
+            )
         if self.save_seconds is not None and not 0 < self.save_seconds < math.inf:
             raise UserError(f"save_seconds: {self.save_seconds:g} is not a positive number of seconds")
         names = [adapter.name for adapter in self.adapters]

@@ -65,13 +65,17 @@ def write_index(folder: Path, shards: Mapping[str, list[TensorPlan]]) -> None:
 
 
 def copy_beside(base: Path, folder: Path, dtype: str) -> None:
-    """Configuration and tokenizer: everything of a model but its weights, and code, which is never run."""
+    """Configuration and tokenizer: everything of a model but its weights, and code, which is never run.
+
+    The weights are floats now, whatever they were in ``base``.
+    """
     for path in sorted({path for pattern in _COPIED for path in base.glob(pattern)}):
         if path.is_file() and not path.name.endswith(".index.json"):
             target = folder / path.relative_to(base)
             target.parent.mkdir(exist_ok=True)
             shutil.copyfile(path, target)
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    config.pop("quantization_config", None)
     key = "torch_dtype" if "torch_dtype" in config and "dtype" not in config else "dtype"
     (folder / "config.json").write_text(json.dumps(config | {key: dtype}, indent=2) + "\n", encoding="utf-8")
 

@@ -21,6 +21,7 @@ from mlora.types import LINEAR_MODULES, UserError
 
 _WEIGHTS, _CONFIG = "adapter_model.safetensors", "adapter_config.json"
 _PREFIX = "base_model.model."
+_NOTE = "base_quantization"  # a key of the weights' metadata, which PEFT passes over
 
 Matrices = Mapping[str, tuple[torch.Tensor, torch.Tensor]]  # module name -> A [r, in], B stored [r, out]
 
@@ -36,12 +37,14 @@ def write_adapter(
     targets: tuple[str, ...],
     matrices: Matrices,
     extras: Callable[[Path], object] = lambda folder: None,
+    quantised: str | None = None,
 ) -> None:
     """Write the adapter's two files into ``folder``, which appears only when both read back bit for bit.
 
     What a run before has left there is replaced at that moment.
 
-    ``extras`` writes what else shall lie there, such as the tokenizer, before the folder appears.
+    ``extras`` writes what else shall lie there, such as the tokenizer, before the folder appears. ``quantised`` is a
+    note on how the base was kept, for the weights' file (mlora.models.quantised).
 
     Raises ExportError where a targeted module is missing, a value is not finite as float32, every B is zero, or the
     disk does not take the files; nothing is left behind then.
@@ -53,7 +56,8 @@ def write_adapter(
     shutil.rmtree(staging, ignore_errors=True)
     try:
         staging.mkdir(parents=True)
-        save_file(tensors, staging / _WEIGHTS, metadata={"format": "pt"})
+        note = {_NOTE: quantised} if quantised else {}
+        save_file(tensors, staging / _WEIGHTS, metadata={"format": "pt"} | note)
         (staging / _CONFIG).write_text(text + "\n", encoding="utf-8")
         shutil.copymode(staging / _CONFIG, staging / _WEIGHTS)  # safetensors writes for the owner alone
         _compare(tensors, _read_tensors(staging / _WEIGHTS), staging / _WEIGHTS)
@@ -90,6 +94,12 @@ def read_adapter(folder: Path) -> tuple[dict[str, object], dict[str, tuple[torch
     if 2 * len(matrices) != len(tensors):
         raise UserError(f"{folder / _WEIGHTS}: a lora_B without its lora_A")
     return config, matrices
+
+
+def read_note(folder: Path) -> str | None:
+    """What was noted on a quantised base, in a folder that ``read_adapter`` reads."""
+    with safe_open(folder / _WEIGHTS, framework="pt") as file:
+        return (file.metadata() or {}).get(_NOTE)
 
 
 def adapter_files(folder: Path) -> tuple[Path, Path]:

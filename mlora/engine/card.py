@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from mlora.engine.adapter_run import AdapterRun
 from mlora.engine.evaluation import best_of
+from mlora.models.spec import Quantization
 
 _TEXT = """\
 ---
@@ -13,7 +14,8 @@ tags: [lora]
 ---
 # {name}
 
-A LoRA adapter of `{base_model}`, trained with mLoRA on {data}: {rows} rows, {steps} steps, last loss {loss:.4f}.
+A LoRA adapter of `{base_model}`{quantised}, trained with mLoRA on {data}: {rows} rows, {steps} steps,
+last loss {loss:.4f}.
 {note}
 
 | r | lora_alpha | lora_dropout | use_rslora | learning_rate | rows per step | seed |
@@ -28,11 +30,12 @@ model = AutoPeftModelForCausalLM.from_pretrained("{name}")  # this folder
 """
 
 
-def model_card(adapter: AdapterRun, base_model: str) -> str:
+def model_card(adapter: AdapterRun, base_model: str, quantization: Quantization | None = None) -> str:
     """What was trained, on what, and how to load it."""
     config = adapter.config
     return _TEXT.format(
         base_model=base_model,
+        quantised=f" with its linears kept as {quantization}" if quantization else "",
         name=config.name,
         data=", ".join(f"`{source.label}`" for source in config.sources),
         rows=len(adapter.data),

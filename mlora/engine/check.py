@@ -12,9 +12,12 @@ from transformers import PreTrainedTokenizerFast
 from mlora.config import RunConfig
 from mlora.data import TokenData
 from mlora.engine.adapter_run import AdapterRun
+from mlora.engine.device import choose_device, choose_dtype
 from mlora.engine.evaluation import is_due
+from mlora.engine.memory import MemoryModel
 from mlora.engine.output import check_inputs
 from mlora.engine.prepare import prepare_adapter
+from mlora.models.quantised import choose_quantization
 from mlora.models.spec import ModelSpec, linear_shapes, load_spec
 from mlora.models.tokenizer import load_tokenizer
 from mlora.models.weights import Checkpoint, resolve_base_model
@@ -39,7 +42,7 @@ def check(config: RunConfig) -> Check:
     check_inputs(config)
     folder = resolve_base_model(config.base_model)
     spec = load_spec(folder)
-    Checkpoint(folder, spec)
+    print(f"weights    {_weights(config, spec, Checkpoint(folder, spec))}", flush=True)
     tokenizer = load_tokenizer(folder, spec.vocab_size)
     for warning in tokenizer_warnings(tokenizer):
         print(f"warning: {warning}", flush=True)
@@ -50,6 +53,18 @@ def check(config: RunConfig) -> Check:
         except UserError as error:
             errors.append(str(error))
     return Check(adapters=texts, errors=tuple(errors))
+
+
+def _weights(config: RunConfig, spec: ModelSpec, checkpoint: Checkpoint) -> str:
+    """What the frozen model takes on one device, with how its linears are kept. Needs no bitsandbytes."""
+    quantization = choose_quantization(config, spec, checkpoint)
+    dtype = choose_dtype(config.dtype, choose_device(config.device))
+    model = MemoryModel(
+        spec=spec, dtype=dtype, layers=(spec.num_layers,), in_flight=(1,), adapters=(), quantization=quantization
+    )
+    name, size = str(dtype).removeprefix("torch."), model.need(0, 0, False).weights / 2**20
+    kept = f"linears {quantization}, the rest {name}" if quantization else f"all {name}"
+    return f"{size:,.2f} MiB in one stage: {kept}"
 
 
 def tokenizer_warnings(tokenizer: PreTrainedTokenizerFast) -> list[str]:

@@ -20,6 +20,8 @@ from mlora.engine.checkpoints import best_matrices, write_checkpoint
 from mlora.engine.output import ADAPTERS, CHECKPOINTS
 from mlora.engine.recorder import Recorder
 from mlora.engine.status import Status
+from mlora.models.quantised import to_note
+from mlora.models.spec import Quantization
 from mlora.pipeline.executor import Entry
 from mlora.pipeline.transport.control import Control
 
@@ -57,7 +59,7 @@ class Exporter:
     Args:
         output_dir: the run folder.
         base: what identifies the base model, for checkpoints.
-        base_model: its name, for exports.
+        base_model: its name, for exports. quantization: how its linears are kept in ``dtype``, for exports too.
         collector: brings the snapshots of the stages behind the first.
         keep: checkpoints of an adapter that are kept.
         recorder: notes which adapters were parked.
@@ -75,10 +77,13 @@ class Exporter:
         keep: int,
         recorder: Recorder,
         status: Status,
+        quantization: Quantization | None,
+        dtype: torch.dtype,
     ) -> None:
         self._output_dir, self._base, self._base_model, self._tokenizer = output_dir, base, base_model, tokenizer
         self._collector, self._cadence, self._keep = collector, cadence, keep
         self._recorder, self._status = recorder, status
+        self._quantization, self._dtype = quantization, dtype
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="export")
         self._jobs: list[Future[None]] = []
         self.written = 0
@@ -148,11 +153,14 @@ class Exporter:
 
         def extras(place: Path) -> None:
             self._tokenizer.save_pretrained(place)
-            (place / "README.md").write_text(model_card(adapter, self._base_model), encoding="utf-8")
+            (place / "README.md").write_text(
+                model_card(adapter, self._base_model, self._quantization), encoding="utf-8"
+            )
 
         matrices = {name: (whole[f"{name}.A"], whole[f"{name}.B"]) for name in adapter.targets}
+        note = to_note(self._quantization, self._dtype) if self._quantization else None
         try:
-            write_adapter(folder, adapter.config, self._base_model, adapter.targets, matrices, extras)
+            write_adapter(folder, adapter.config, self._base_model, adapter.targets, matrices, extras, note)
         except ExportError as error:
             adapter.state, adapter.reason = "failed", f"not exported: {error}"
         else:

@@ -164,6 +164,8 @@ class Leader:
             self._config.save_total_limit,
             recorder,
             status,
+            self._prepared.quantization,
+            self.job.dtype,
         )
 
     def _open(self, recorder: Recorder) -> None:

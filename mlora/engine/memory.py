@@ -15,7 +15,7 @@ import torch
 from mlora.config import AdapterConfig, RunConfig
 from mlora.engine.adapter_run import AdapterRun
 from mlora.engine.device import choose_device, choose_dtype
-from mlora.models.quantised import buffer_elements
+from mlora.models.quantised import buffer_bytes
 from mlora.models.spec import ModelSpec, Quantization, linear_shapes
 from mlora.ops.cross_entropy import CHUNK_ROWS
 from mlora.types import MERGED_LINEARS, module_name, padded
@@ -92,7 +92,7 @@ class MemoryModel:
         spec = self.spec
         start = sum(self.layers[:stage])
         layers = sum(self._layer(index) for index in range(start, start + self.layers[stage]))
-        buffer = self.dtype.itemsize * buffer_elements(spec) if self.quantization else 0
+        buffer = buffer_bytes(spec, self.quantization, self.dtype)
         table, first, last = spec.vocab_size * spec.hidden_size, stage == 0, stage == len(self.layers) - 1
         tables = 1 if first and last and spec.tied else first + last
         return layers + buffer + self.dtype.itemsize * tables * table
@@ -125,6 +125,8 @@ class MemoryModel:
         rest = spec.hidden_size + qkv * (2 if spec.qk_norm else 1) + attended + 2 * spec.intermediate_size + shrunk
         kept = layers * (item * (spec.hidden_size + (0 if recompute else rest)) + 4 * spec.num_heads)
         passing = item * (spec.intermediate_size + 8 * spec.hidden_size + (rest if recompute else 0))
+        if self.quantization and self.quantization.kind == "fp8":
+            passing += 2 * spec.intermediate_size  # dy of gate and up once more, in one byte
         logits = 2 * CHUNK_ROWS * spec.vocab_size * item if stage == len(self.layers) - 1 else 0
         return rows * (self.in_flight[stage] * kept + passing) + logits
 

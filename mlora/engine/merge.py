@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -9,19 +10,26 @@ import torch
 
 from mlora.checkpoint.model_files import DTYPES, TensorPlan, copy_beside, new_folder, write_index, write_weights
 from mlora.engine.device import prepare
-from mlora.engine.trained import BARE_SLOT, Trained, base_of, check_fits, load_stage, read_trained
-from mlora.models.spec import load_spec
-from mlora.models.weights import Checkpoint
+from mlora.engine.trained import BARE_SLOT, Trained, base_of, check_fits, read_trained, stage_of
+from mlora.models.decoder import Decoder
+from mlora.models.quantised import FrozenLinears, check_quantization
+from mlora.models.spec import ModelSpec, Quantization, load_spec
+from mlora.models.weights import Checkpoint, Weights, head_name, linear_names
 from mlora.pipeline.stage import Batch
 from mlora.types import Microbatch, SampleRef, Segment, UserError, padded
 
 _ROWS = 48  # tokens of the sample whose logits are compared
+_CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Merged:
     """What came of a merge. ``max_difference`` is the largest of logits between adapter on base and merged model,
-    ``scale`` the largest logit, ``changed`` how much the adapter moves the base model's logits."""
+    ``scale`` the largest logit, ``changed`` how much the adapter moves the base model's logits.
+
+    ``quantization``: how the base was kept in training, and so in the comparison. Then ``other_difference`` is what the
+    other choice of ``dequantised`` would have given, if there is another.
+    """
 
     folder: Path
     dtype: str
@@ -29,81 +37,157 @@ class Merged:
     max_difference: float
     scale: float
     changed: float
+    dequantised: bool = False
+    quantization: Quantization | None = None
+    other_difference: float | None = None
 
 
-def merge(adapter_folder: Path, output: Path, base: str | None = None, dtype: str | None = None) -> Merged:
+class _Source:
+    """The weights of ``base`` and, with ``adapter``, W + scaling·B·A for its modules; made tensor by tensor.
+
+    ``linears`` dequantise those of the layers; None: as they are stored. Stands for a Checkpoint.
+    """
+
+    def __init__(
+        self,
+        base: Checkpoint,
+        spec: ModelSpec,
+        linears: FrozenLinears | None,
+        adapter: Trained | None,
+        dtype: str | None,
+    ) -> None:
+        self._base, self._spec, self._linears = base, spec, linears
+        self._adapter, self._dtype, self._names = adapter, dtype, frozenset(linear_names(spec))
+
+    def dtype_of(self, name: str) -> str:
+        """In which the tensor is made: asked for, or as stored; of a weight that is stored packed, the embedding's."""
+        kinds = {short: name for name, short in DTYPES.items()}
+        stored = kinds.get(self._base.dtype_of(name))
+        return self._dtype or stored or kinds[self._base.dtype_of("model.embed_tokens.weight")]
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """Raises UserError where a sum is not finite."""
+        weight, dtype = self._plain(name), getattr(torch, self.dtype_of(name))
+        pair = self._adapter.matrices.get(name.removesuffix(".weight")) if self._adapter else None
+        if pair is not None:
+            assert self._adapter is not None
+            wide = torch.promote_types(weight.dtype, torch.float32)
+            a_RD, b_RO = (x.to(wide) for x in pair)
+            weight = weight.to(wide, copy=True).addmm_(b_RO.T, a_RD, alpha=self._adapter.config.scaling)
+        weight = weight.to(dtype)
+        if not bool(weight.isfinite().all()):
+            name_of = str(dtype).removeprefix("torch.")
+            raise UserError(f"{name}: not finite in {name_of} once merged; give --dtype float32 or bfloat16")
+        return weight
+
+    def embedding(self) -> torch.Tensor:
+        return self.tensor("model.embed_tokens.weight")
+
+    def head(self) -> torch.Tensor:
+        return self.tensor(head_name(self._spec))
+
+    def final_norm(self) -> torch.Tensor:
+        return self.tensor("model.norm.weight")
+
+    def layer(self, index: int) -> dict[str, torch.Tensor]:
+        names = [name for name in self._base.layer(index) if name.endswith((".weight", ".bias"))]
+        return {name: self.tensor(f"model.layers.{index}.{name}") for name in names}
+
+    def _plain(self, name: str) -> torch.Tensor:
+        module = name.removesuffix(".weight")
+        if self._linears is None or module not in self._names:
+            return self._base.tensor(name)
+        index, path = module.removeprefix("model.layers.").split(".", 1)
+        return self._linears.dequantised(self._base.layer(int(index)), int(index), path)
+
+
+def merge(
+    adapter_folder: Path, output: Path, base: str | None = None, dtype: str | None = None, dequantised: bool = False
+) -> Merged:
     """Write W + scaling·B·A for every module of the adapter, and all else as it is, as a model's folder at ``output``.
 
-    Sums are formed in float32 (float64 for a float64 model) and rounded once to ``dtype``, or to the type in which the
-    base model stores that tensor. The base's files are kept apart as they are. Memory: about the largest tensor in
-    float32; for the comparison of logits behind it, one layer of the model.
+    W is the base model's weight; with ``dequantised`` what training on a quantised base has multiplied by. Sums are
+    formed in float32 (float64 for a float64 model) and rounded once to ``dtype``, or to the type in which the base
+    model stores that tensor. The base's files are kept apart as they are. Memory: about the largest tensor in float32;
+    for the comparison of logits behind it, one layer of the model.
 
-    Raises UserError where the adapter does not fit the model, a sum is not finite, or ``output`` is taken.
+    Raises UserError where the adapter does not fit the model, a sum is not finite, ``output`` is taken, or nothing says
+    how the base was quantised.
     """
     adapter = read_trained(adapter_folder)
     folder = base_of([adapter], base)
     spec = load_spec(folder)
     targets = check_fits(adapter, spec)
     checkpoint = Checkpoint(folder, spec)
-    if checkpoint.stored is not None:
-        raise UserError(f"{folder}: its weights are stored quantised; give --base the model that they were made from")
+    linears, quantization = _linears(checkpoint, adapter, spec, folder, dequantised)
+    source = _Source(checkpoint, spec, linears if dequantised else None, adapter, dtype)
     shards = {
-        shard: [TensorPlan(name=name, shape=shape, dtype=dtype or _stored(kind)) for name, shape, kind in tensors]
+        shard: [TensorPlan(name=name, shape=shape, dtype=source.dtype_of(name)) for name, shape, _ in tensors]
         for shard, tensors in checkpoint.files().items()
     }
     size = sum(plan.size for plans in shards.values() for plan in plans)
     with new_folder(output, size) as staging:
         for shard, plans in shards.items():
-            write_weights(staging / shard, plans, lambda plan: _merged(checkpoint, adapter, plan))
+            write_weights(staging / shard, plans, lambda plan: source.tensor(plan.name))
         if len(shards) > 1:
             write_index(staging, shards)
-        main = dtype or _stored(checkpoint.dtype_of(f"{targets[0]}.weight"))
+        main = source.dtype_of(f"{targets[0]}.weight")
         copy_beside(folder, staging, main)
-        check = _compare(folder, adapter, staging, main)
-    return Merged(folder=output, dtype=main, modules=len(targets), **check)
-
-
-def _stored(kind: str) -> str:
-    return next(name for name, short in DTYPES.items() if short == kind)
-
-
-def _merged(checkpoint: Checkpoint, adapter: Trained, plan: TensorPlan) -> torch.Tensor:
-    """The tensor as it is to be written; those without an adapter are the base's."""
-    weight, dtype = checkpoint.tensor(plan.name), getattr(torch, plan.dtype)
-    pair = adapter.matrices.get(plan.name.removesuffix(".weight"))
-    if pair is not None:
-        wide = torch.promote_types(weight.dtype, torch.float32)
-        a_RD, b_RO = (x.to(wide) for x in pair)
-        weight = weight.to(wide, copy=True).addmm_(b_RO.T, a_RD, alpha=adapter.config.scaling)
-    weight = weight.to(dtype)
-    if not bool(weight.isfinite().all()):
-        raise UserError(f"{plan.name}: not finite in {plan.dtype} once merged; give --dtype float32 or bfloat16")
-    return weight
-
-
-def _compare(base: Path, adapter: Trained, merged: Path, dtype: str) -> dict[str, float]:
-    """Adapter on base against the merged model, both computed in at least float32 on the CPU, layer by layer."""
-    device = torch.device("cpu")
-    prepare(device)
-    torch.manual_seed(0)
-    spec, wide = load_spec(base), torch.promote_types(getattr(torch, dtype), torch.float32)
-    input_ids = torch.randint(0, spec.vocab_size, (_ROWS,))
-    ways: tuple[tuple[Path, list[Trained], int], ...] = (
-        (base, [adapter], BARE_SLOT + 1),
-        (merged, [], BARE_SLOT),
-        (base, [], BARE_SLOT),
+        trained = _Source(checkpoint, spec, linears, None, None)
+        ways: list[tuple[Weights, list[Trained]]] = [(trained, [adapter]), (trained, [])]
+        ways.append((Checkpoint(staging, load_spec(staging)), []))
+        if linears is not None and checkpoint.stored is None:
+            ways.append((_Source(checkpoint, spec, None if dequantised else linears, adapter, dtype), []))
+        adapted, *others = _logits(spec, ways, main)
+    bare, written, *other = (float((adapted - logits).abs().max()) for logits in others)
+    return Merged(
+        folder=output,
+        dtype=main,
+        modules=len(targets),
+        max_difference=written,
+        scale=float(adapted.abs().max()),
+        changed=bare,
+        dequantised=dequantised,
+        quantization=quantization,
+        other_difference=other[0] if other else None,
     )
+
+
+def _linears(
+    checkpoint: Checkpoint, adapter: Trained, spec: ModelSpec, folder: Path, dequantised: bool
+) -> tuple[FrozenLinears | None, Quantization | None]:
+    """What dequantises the base's linears as in training, and how they were kept; None where they were as they are."""
+    if checkpoint.stored is not None and not dequantised:
+        raise UserError(
+            f"{folder}: its weights are stored quantised; give --base the model that they were made from, or "
+            "--dequantised to merge into what they stand for"
+        )
+    kept, dtype = adapter.kept or (None, torch.float32)
+    quantization = checkpoint.stored or kept
+    if quantization is None:
+        if dequantised:
+            raise UserError(
+                f"--dequantised: neither {folder} nor the files of {adapter.folder} say that its base was quantised; "
+                "leave it out"
+            )
+        return None, None
+    if quantization.kind != "fp8":  # whose weights need no product to be dequantised
+        check_quantization(quantization, dtype, _CPU)
+    return FrozenLinears(spec, quantization, dtype, _CPU), quantization
+
+
+def _logits(spec: ModelSpec, ways: Sequence[tuple[Weights, list[Trained]]], dtype: str) -> list[torch.Tensor]:
+    """Logits of each way's weights with its adapter, in at least float32 on the CPU, layer by layer."""
+    prepare(_CPU)
+    torch.manual_seed(0)
+    wide = torch.promote_types(getattr(torch, dtype), torch.float32)
+    input_ids = torch.randint(0, spec.vocab_size, (_ROWS,))
     rows: list[torch.Tensor | None] = [None] * len(ways)
     for layer in range(spec.num_layers):
-        for i, (folder, adapters, slot) in enumerate(ways):
-            stage = load_stage(folder, adapters, wide, device, range(layer, layer + 1))
-            rows[i] = stage.evaluate(_batch(input_ids, slot), rows[i])
-    adapted, whole, bare = (x for x in rows if x is not None)
-    return {
-        "max_difference": float((adapted - whole).abs().max()),
-        "scale": float(adapted.abs().max()),
-        "changed": float((adapted - bare).abs().max()),
-    }
+        for i, (weights, adapters) in enumerate(ways):
+            stage = stage_of(Decoder(spec, weights, range(layer, layer + 1), wide, _CPU), adapters)
+            rows[i] = stage.evaluate(_batch(input_ids, BARE_SLOT + len(adapters)), rows[i])
+    return [x for x in rows if x is not None]
 
 
 def _batch(input_ids: torch.Tensor, slot: int) -> Batch:

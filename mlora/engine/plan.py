@@ -62,7 +62,7 @@ class Plan:
 
 def plan(config: RunConfig, stages: int) -> Plan:
     """Predict the run of ``config`` over so many stages. Raises UserError as a run would."""
-    prepared = prepare(replace(config, pipeline=replace(config.pipeline, stages=stages)), stages)
+    prepared = prepare(replace(config, pipeline=replace(config.pipeline, stages=stages)), stages, to_train=False)
     positions = _positions(prepared.config, prepared)
     stage_rows = rows(positions, prepared.in_flight)
     timeline = simulate(stage_rows, Stream(positions, stages), cost_model(prepared.spec, prepared.layers))

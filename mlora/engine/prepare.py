@@ -50,15 +50,18 @@ class Prepared:
     parked: Mapping[str, str]
 
 
-def prepare(config: RunConfig, stages: int, resumable: Collection[str] = ()) -> Prepared:
+def prepare(config: RunConfig, stages: int, resumable: Collection[str] = (), to_train: bool = True) -> Prepared:
     """Read and check all of it, with a line per adapter on what was found. Raises UserError; reads no weights.
 
-    Where the data of a ``resumable`` adapter cannot be read, that one is parked, and the others go on.
+    Where the data of a ``resumable`` adapter cannot be read, that one is parked, and the others go on. ``to_train``:
+    this machine must be able to quantise.
     """
     folder = resolve_base_model(config.base_model)
     spec = load_spec(folder)
     layers = layer_counts(spec, stages, config.pipeline.layers)
-    quantization = _quantization(config, spec, Checkpoint(folder, spec))
+    quantization = choose_quantization(config, spec, Checkpoint(folder, spec))
+    if to_train:
+        _check_quantization(quantization, config)
     tokenizer = load_tokenizer(folder, spec.vocab_size)
     adapters: list[AdapterRun] = []
     parked: dict[str, str] = {}
@@ -89,16 +92,15 @@ def prepare(config: RunConfig, stages: int, resumable: Collection[str] = ()) -> 
     return prepared
 
 
-def _quantization(config: RunConfig, spec: ModelSpec, checkpoint: Checkpoint) -> Quantization | None:
-    """How the frozen weights are kept, which must work here, with a line on it."""
-    quantization, device = choose_quantization(config, spec, checkpoint), choose_device(config.device)
+def _check_quantization(quantization: Quantization | None, config: RunConfig) -> None:
+    """Raises UserError where the frozen weights cannot be kept so here; else a line on it."""
+    device = choose_device(config.device)
     dtype = choose_dtype(config.dtype, device)
     check_quantization(quantization, dtype, device)
     if quantization is not None:
         others = f" and {len(quantization.dense)} skipped linears" if quantization.dense else ""
         name = str(dtype).removeprefix("torch.")
         print(f"frozen linears: {quantization}; embedding, norms, biases, head{others} in {name}", flush=True)
-    return quantization
 
 
 def _check_rates(adapter: AdapterRun) -> None:

@@ -12,12 +12,12 @@ import torch
 
 from mlora.adapters.state import AdapterState
 from mlora.adapters.targets import match_targets
-from mlora.checkpoint.peft_files import Matrices, adapter_files, read_adapter
+from mlora.checkpoint.peft_files import Matrices, adapter_files, read_adapter, read_note
 from mlora.config import REFUSED_KEYS, AdapterConfig, parse_config
 from mlora.engine.output import ADAPTERS
 from mlora.models.decoder import Decoder
-from mlora.models.quantised import check_quantization
-from mlora.models.spec import ModelSpec, linear_shapes, load_spec
+from mlora.models.quantised import check_quantization, from_note
+from mlora.models.spec import ModelSpec, Quantization, linear_shapes, load_spec
 from mlora.models.weights import Checkpoint, resolve_base_model
 from mlora.pipeline.stage import Stage
 from mlora.types import UserError
@@ -28,12 +28,16 @@ BARE_SLOT = 0  # whose rows have the base model alone; adapters have the slots f
 
 @dataclass(frozen=True, kw_only=True)
 class Trained:
-    """An adapter that was trained. ``base_model`` is what its files name, "" where they name none."""
+    """An adapter that was trained. ``base_model`` is what its files name, "" where they name none.
+
+    ``kept``: how the base's linears were kept in which dtype while it was trained, where its files say so.
+    """
 
     folder: Path
     config: AdapterConfig
     base_model: str
     matrices: Matrices
+    kept: tuple[Quantization, torch.dtype] | None = None
 
     @property
     def name(self) -> str:
@@ -49,6 +53,7 @@ def read_trained(folder: Path) -> Trained:
         config=_adapter_config(fields, folder),
         base_model=base_model if isinstance(base_model, str) else "",
         matrices=matrices,
+        kept=_kept(folder),
     )
 
 
@@ -111,16 +116,31 @@ def load_stage(
 ) -> Stage:
     """The base model, or some of its layers, with adapter i in slot i + 1. Raises UserError where one does not fit."""
     spec = load_spec(folder)
-    layers = range(spec.num_layers) if layers is None else layers
-    targets = [check_fits(adapter, spec) for adapter in adapters]
+    for adapter in adapters:
+        check_fits(adapter, spec)
     checkpoint = Checkpoint(folder, spec)
     check_quantization(checkpoint.stored, dtype, device)
-    stage = Stage(Decoder(spec, checkpoint, layers, dtype, device, checkpoint.stored))
-    for slot, (adapter, modules) in enumerate(zip(adapters, targets, strict=True), BARE_SLOT + 1):
-        state = AdapterState(adapter.config, modules, linear_shapes(spec), layers, dtype, device)
+    layers = range(spec.num_layers) if layers is None else layers
+    return stage_of(Decoder(spec, checkpoint, layers, dtype, device, checkpoint.stored), adapters)
+
+
+def stage_of(model: Decoder, adapters: Sequence[Trained]) -> Stage:
+    """The model with adapter i in slot i + 1."""
+    stage = Stage(model)
+    for slot, adapter in enumerate(adapters, BARE_SLOT + 1):
+        targets, shapes = check_fits(adapter, model.spec), linear_shapes(model.spec)
+        state = AdapterState(adapter.config, targets, shapes, model.layers, model.dtype, model.device)
         state.load({name: adapter.matrices[name] for name in state.matrices()})
         stage.join(slot, state)
     return stage
+
+
+def _kept(folder: Path) -> tuple[Quantization, torch.dtype] | None:
+    note = read_note(folder)
+    try:
+        return from_note(note) if note else None
+    except ValueError as error:
+        raise UserError(f"{adapter_files(folder)[1]}: its metadata are damaged: {error}") from None
 
 
 def _folders(place: Path) -> list[Path]:

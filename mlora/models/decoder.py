@@ -18,7 +18,7 @@ import torch.nn.functional as F
 
 from mlora.models.quantised import FrozenLinears
 from mlora.models.spec import ModelSpec, Quantization
-from mlora.models.weights import Checkpoint
+from mlora.models.weights import Weights
 from mlora.ops import batch_lora
 from mlora.ops.attention import attention, attention_backward
 from mlora.ops.batch_lora import LinearBank, LoraTerm
@@ -98,7 +98,7 @@ class Decoder:
     def __init__(
         self,
         spec: ModelSpec,
-        checkpoint: Checkpoint,
+        checkpoint: Weights,
         layers: range,
         dtype: torch.dtype,
         device: torch.device,

@@ -1,8 +1,9 @@
-"""Quantised frozen weights: NF4, FP4 and int8 as bitsandbytes makes them, dequantised before every product.
+"""Quantised frozen weights: NF4, FP4 and int8 as bitsandbytes makes them, dequantised before every product; or FP8.
 
-A quantised model is the dense model of its dequantised weights: products are the same ones in the compute dtype, so
-whatever holds of them (neighbours, stages, recompute) holds here. LLM.int8's decomposition of outliers is not used: it
-chooses columns by all rows of a product, so neighbours' rows would change an adapter.
+FP8 weights are multiplied as they are (mlora.ops.fp8). With the others a quantised model is the dense model of its
+dequantised weights: products are the same ones in the compute dtype, so whatever holds of them (neighbours, stages,
+recompute) holds here. LLM.int8's decomposition of outliers is not used: it chooses columns by all rows of a product, so
+neighbours' rows would change an adapter.
 
 Each module of a merged linear is quantised by itself, and all are dequantised into the rows of one buffer, which the
 next merged linear uses again.
@@ -12,9 +13,10 @@ Letters: O out features, D in features.
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any, Protocol
@@ -24,7 +26,10 @@ import torch
 from mlora.config import RunConfig
 from mlora.models.spec import ModelSpec, Quantization, linear_shapes
 from mlora.models.weights import Checkpoint, linear_names
+from mlora.ops.fp8 import E4M3, MULTIPLE, Fp8Weight, quantise_rows
 from mlora.types import MERGED_LINEARS, UserError, module_name
+
+_FP8_UNITS = (8, 9)  # compute capability of the first GPUs that have them
 
 # It asks for a kernel that multiplies by 4-bit weights, which nothing here does.
 logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
@@ -33,8 +38,8 @@ logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
 class FrozenWeight(Protocol):
     """The weight of a merged linear."""
 
-    def matrix(self) -> torch.Tensor:
-        """[O, D] in the compute dtype, to be used before that of another weight of the slice is asked for."""
+    def matrix(self) -> torch.Tensor | Fp8Weight:
+        """[O, D] in the compute dtype, to be used before that of another weight of the slice is asked for; or FP8."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +86,19 @@ class FourBitWeight:
             out_OD.copy_(_bitsandbytes().dequantize_4bit(self.packed, self.state))
 
 
-ModuleWeight = DenseWeight | Int8Weight | FourBitWeight
+@dataclass(frozen=True)
+class Fp8Rows:
+    """One module's weight in e4m3, with its rows' scales in float32."""
+
+    q_OD: torch.Tensor
+    scale_O1: torch.Tensor
+
+    def write(self, out_OD: torch.Tensor) -> None:
+        """Dequantised, rounded once."""
+        out_OD.copy_(self.q_OD.float() * self.scale_O1)
+
+
+ModuleWeight = DenseWeight | Int8Weight | FourBitWeight | Fp8Rows
 
 
 @dataclass(frozen=True)
@@ -105,7 +122,7 @@ class QuantisedWeight:
 
 
 class FrozenLinears:
-    """Makes the merged linears of one slice; those that are quantised share one buffer in ``dtype``.
+    """Makes the merged linears of one slice; those that are quantised share one buffer in ``dtype``, FP8 its ones.
 
     The buffer is made once, so that it lies where a CUDA graph that has read it will find it again.
     """
@@ -115,7 +132,9 @@ class FrozenLinears:
     ) -> None:
         self._quantization, self._dtype, self._device = quantization, dtype, device
         self._shapes = linear_shapes(spec)
-        if quantization is not None:
+        if quantization is not None and quantization.kind == "fp8":
+            self._ones = torch.ones(1, max(columns for _, columns in self._shapes.values()), device=device)
+        elif quantization is not None:
             self._buffer = torch.empty(buffer_elements(spec), dtype=dtype, device=device)
 
     def weight(self, tensors: Mapping[str, torch.Tensor], layer: int, merged: str) -> FrozenWeight:
@@ -131,7 +150,21 @@ class FrozenLinears:
             return DenseWeight(whole.to(self._device))
         shapes = [self._shapes[path.split(".")[-1]] for path in paths]
         parts = [self._part(tensors, path, name, quantization) for path, name in zip(paths, names, strict=True)]
+        if quantization.kind == "fp8":
+            return self._fp8([part for part in parts if isinstance(part, Fp8Rows)])
         return QuantisedWeight(list(zip(shapes, parts, strict=True)), self._buffer)
+
+    def dequantised(self, tensors: Mapping[str, torch.Tensor], layer: int, path: str) -> torch.Tensor:
+        """One module's weight [O, D] in ``dtype``, as products read it."""
+        name = module_name(layer, path)
+        assert self._quantization is not None
+        out_OD = torch.empty(self._shapes[path.split(".")[-1]], dtype=self._dtype, device=self._device)
+        self._part(tensors, path, name, self._quantization).write(out_OD)
+        return out_OD
+
+    def _fp8(self, parts: Sequence[Fp8Rows]) -> Fp8Weight:
+        q_OD = torch.cat([part.q_OD.view(torch.uint8) for part in parts]).view(E4M3)
+        return Fp8Weight.of(q_OD, torch.cat([part.scale_O1 for part in parts]), self._ones[:, : q_OD.shape[1]])
 
     def _part(
         self, tensors: Mapping[str, torch.Tensor], path: str, name: str, quantization: Quantization
@@ -184,12 +217,35 @@ def choose_quantization(config: RunConfig, spec: ModelSpec, checkpoint: Checkpoi
                 f"{key}: nothing is quantised without quantization; write quantization: nf4, or leave it out"
             )
         return None
-    return Quantization(kind=kind, double=bool(double), dense=_skipped(skip, spec))
+    quantization = Quantization(kind=kind, double=bool(double), dense=_skipped(skip, spec))
+    if kind == "fp8":
+        _check_fits_fp8(quantization, spec)
+    return quantization
+
+
+def to_note(quantization: Quantization, dtype: torch.dtype) -> str:
+    """How a base was kept, for the file of an adapter that was trained on it."""
+    name = str(dtype).removeprefix("torch.")
+    return json.dumps(asdict(quantization) | {"dense": sorted(quantization.dense), "dtype": name}, sort_keys=True)
+
+
+def from_note(note: str) -> tuple[Quantization, torch.dtype]:
+    """What ``to_note`` has written. Raises ValueError where it is something else."""
+    try:
+        fields = json.loads(note)
+        dtype = getattr(torch, fields.pop("dtype"))
+        quantization = Quantization(**fields | {"dense": frozenset(fields["dense"])})
+    except (AttributeError, KeyError, TypeError) as error:
+        raise ValueError(f"not a note on a quantised base: {error}") from None
+    return quantization, dtype
 
 
 def check_quantization(quantization: Quantization | None, dtype: torch.dtype, device: torch.device) -> None:
     """Raises UserError where weights cannot be quantised or dequantised here; tries it with a small one."""
     if quantization is None:
+        return
+    if quantization.kind == "fp8":
+        _check_fp8(dtype, device)
         return
     if find_spec("bitsandbytes") is None:
         raise UserError(f"quantization: {quantization.kind} needs bitsandbytes: pip install 'mlora-engine[quant]'")
@@ -209,6 +265,59 @@ def check_quantization(quantization: Quantization | None, dtype: torch.dtype, de
         )
 
 
+def _check_fits_fp8(quantization: Quantization, spec: ModelSpec) -> None:
+    """Raises UserError where a merged linear cannot be one FP8 product."""
+    for module, (rows, columns) in linear_shapes(spec).items():
+        if rows % MULTIPLE or columns % MULTIPLE:
+            raise UserError(
+                f"quantization: fp8 multiplies by weights whose sides are multiples of {MULTIPLE}, and {module} is "
+                f"{rows} x {columns}; write nf4 or int8"
+            )
+    for index in range(spec.num_layers):
+        for paths in MERGED_LINEARS.values():
+            skipped = {path.split(".")[-1] for path in paths if module_name(index, path) in quantization.dense}
+            if skipped and len(skipped) < len(paths):
+                others = ", ".join(path.split(".")[-1] for path in paths)
+                raise UserError(
+                    f"quantization_skip_modules: with fp8 {others} are one product; name all of them or none"
+                )
+
+
+def _check_fp8(dtype: torch.dtype, device: torch.device) -> None:
+    """Raises UserError where FP8 products are not there, or wrong; tries a small one."""
+    instead = "write nf4 or int8, or leave quantization out"
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) < _FP8_UNITS:
+        name, (major, minor) = torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device)
+        raise UserError(
+            f"quantization: fp8 needs a GPU with FP8 units (compute capability 8.9, Ada and Hopper, or later), and "
+            f"{name} has {major}.{minor}; {instead}"
+        )
+    if dtype == torch.float64 or (device.type == "cuda" and dtype != torch.bfloat16):
+        name, wanted = str(dtype).removeprefix("torch."), "bfloat16" if device.type == "cuda" else "float32"
+        raise UserError(f"dtype: {name} is not what products in fp8 give here; write {wanted}, or leave it out")
+    try:
+        x_TD = torch.linspace(-1, 1, 256 * 64, dtype=dtype, device=device).view(256, 64)
+        q_TD, scale_T1 = quantise_rows(x_TD)
+        weight_OD = Fp8Weight.of(q_TD[:64], scale_T1[:64], torch.ones(1, 64, device=device))
+        wide_TD = q_TD.float() * scale_T1
+        expected_TO = (wide_TD @ wide_TD[:64].T).to(dtype)
+        works = torch.allclose(weight_OD.forward(x_TD, None), expected_TO, rtol=0.02, atol=0.1)
+        reason = "a small product came out wrong"
+    except Exception as error:  # torch and Triton raise what they like where a device or a version lacks the product
+        works, reason = False, " ".join(str(error).split())
+    if not works:
+        raise UserError(f"quantization: fp8 does not work on this {device.type}: {reason}; {instead}")
+
+
+def buffer_bytes(spec: ModelSpec, quantization: Quantization | None, dtype: torch.dtype) -> int:
+    """What the quantised weights of a slice share."""
+    if quantization is None:
+        return 0
+    if quantization.kind == "fp8":
+        return 4 * max(columns for _, columns in linear_shapes(spec).values())
+    return dtype.itemsize * buffer_elements(spec)
+
+
 def buffer_elements(spec: ModelSpec) -> int:
     """How many weights the largest merged linear has: the buffer of a slice with quantised weights."""
     shapes = linear_shapes(spec)
@@ -216,8 +325,10 @@ def buffer_elements(spec: ModelSpec) -> int:
     return max(sum(rows * columns for rows, columns in parts) for parts in merged)
 
 
-def _quantised(weight_OD: torch.Tensor, quantization: Quantization) -> Int8Weight | FourBitWeight:
-    """As transformers' loading with bitsandbytes does it, on the weight's device and from its dtype."""
+def _quantised(weight_OD: torch.Tensor, quantization: Quantization) -> Int8Weight | FourBitWeight | Fp8Rows:
+    """As transformers' loading with bitsandbytes does it, or FP8; on the weight's device and from its dtype."""
+    if quantization.kind == "fp8":
+        return Fp8Rows(*quantise_rows(weight_OD))
     if quantization.kind == "int8":
         values_OD, absmax_O, _ = _bitsandbytes().int8_vectorwise_quant(weight_OD.contiguous().to(torch.float16))
         return Int8Weight(values_OD, _steps(absmax_O))

@@ -27,11 +27,11 @@ _BLOCK, _NESTED_BLOCK = 64, 256  # weights of one scale, and scales of one scale
 class Quantization:
     """How the weights of the layers' linears are kept. Embedding, norms, biases and head stay in the compute dtype.
 
-    ``double``: the scales of a 4-bit weight are quantised too. ``dense`` are the global names of linears that stay in
-    the compute dtype.
+    ``fp8`` weights are kept twice, see mlora.ops.fp8. ``double``: the scales of a 4-bit weight are quantised too.
+    ``dense`` are the global names of linears that stay in the compute dtype.
     """
 
-    kind: Literal["nf4", "fp4", "int8"]
+    kind: Literal["nf4", "fp4", "int8", "fp8"]
     double: bool = False
     dense: frozenset[str] = frozenset()
 
@@ -41,8 +41,8 @@ class Quantization:
     def weight_bytes(self, rows: int, columns: int) -> int:
         """Of one quantised weight with its scales."""
         elements = rows * columns
-        if self.kind == "int8":
-            return elements + 4 * rows
+        if self.kind in ("int8", "fp8"):
+            return (2 if self.kind == "fp8" else 1) * elements + 4 * rows
         blocks = -(-elements // _BLOCK)
         scales = blocks + 4 * -(-blocks // _NESTED_BLOCK) + 4 if self.double else 4 * blocks
         return -(-elements // 2) + scales

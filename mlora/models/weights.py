@@ -6,6 +6,7 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from huggingface_hub import snapshot_download
@@ -21,6 +22,15 @@ _FLOATS = ("F64", "F32", "F16", "BF16")
 _ITEMSIZE = {"U8": 1, "I8": 1, "F16": 2, "BF16": 2, "F32": 4}  # in which packed weights are stored
 _EMBEDDING, _NORM, _HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
 _DOWNLOADS = ("model*.safetensors", "*.json", "*.jinja", "tokenizer.model", "merges.txt")
+
+
+class Weights(Protocol):
+    """What a decoder is made of; see Checkpoint."""
+
+    def embedding(self) -> torch.Tensor: ...
+    def head(self) -> torch.Tensor: ...
+    def final_norm(self) -> torch.Tensor: ...
+    def layer(self, index: int) -> Mapping[str, torch.Tensor]: ...
 
 
 class Checkpoint:
@@ -72,11 +82,14 @@ class Checkpoint:
         return self._entries[name].dtype
 
     def files(self) -> dict[str, list[tuple[str, tuple[int, ...], str]]]:
-        """Name, shape and stored type of each tensor that the model needs, by the name of the file that holds it."""
+        """Name, shape and stored type of each tensor that the model needs, by the name of the file that holds it.
+
+        The shape is that of the weight also where it is stored packed.
+        """
         found: dict[str, list[tuple[str, tuple[int, ...], str]]] = {}
-        for name in _tensor_shapes(self._spec):
+        for name, shape in _tensor_shapes(self._spec).items():
             entry = self._entries[name]
-            found.setdefault(entry.file.name, []).append((name, entry.shape, entry.dtype))
+            found.setdefault(entry.file.name, []).append((name, shape, entry.dtype))
         return found
 
     def embedding(self) -> torch.Tensor:
@@ -85,7 +98,7 @@ class Checkpoint:
 
     def head(self) -> torch.Tensor:
         """``[V, D]``; the embedding where the two are tied."""
-        return self.tensor(_EMBEDDING if self._spec.tied else _HEAD)
+        return self.tensor(head_name(self._spec))
 
     def layer(self, index: int) -> dict[str, torch.Tensor]:
         """All tensors of one decoder layer by short name, such as ``self_attn.q_proj.weight`` ``[O, D]``.
@@ -100,6 +113,11 @@ class Checkpoint:
     def final_norm(self) -> torch.Tensor:
         """``[D]``, the weight of the norm before the head."""
         return self.tensor(_NORM)
+
+
+def head_name(spec: ModelSpec) -> str:
+    """The tensor that is the head."""
+    return _EMBEDDING if spec.tied else _HEAD
 
 
 def resolve_base_model(name: str) -> Path:

@@ -29,6 +29,7 @@ import torch
 import torch.nn.functional as F
 
 from mlora.ops.devices import has_kernels, kernels
+from mlora.ops.fp8 import Fp8Weight
 from mlora.ops.random import Key, dropout_key, dropout_threshold, keep_mask
 from mlora.ops.routing import Routing
 from mlora.types import SampleRef, Segment, padded
@@ -144,10 +145,14 @@ class LoraTerm:
 
 
 def forward(
-    x_TD: torch.Tensor, weight_OD: torch.Tensor, bias_O: torch.Tensor | None, bank: LinearBank, routing: Routing
+    x_TD: torch.Tensor,
+    weight_OD: torch.Tensor | Fp8Weight,
+    bias_O: torch.Tensor | None,
+    bank: LinearBank,
+    routing: Routing,
 ) -> tuple[torch.Tensor, LoraTerm]:
     """The merged linear: y [T, O], and S, which is still to be added where it is pending."""
-    y_TO = _by_rows(lambda rows_ND: F.linear(rows_ND, weight_OD, bias_O), x_TD)
+    y_TO = _frozen(x_TD, weight_OD, bias_O)
     if has_kernels(x_TD):
         products = kernels("lora").shrink(x_TD, bank, routing)
         return y_TO, LoraTerm(products=products, bank=bank, routing=routing, through="B", pending=True)
@@ -160,7 +165,9 @@ def forward(
     return y_TO, LoraTerm(products=shrunk, bank=bank, routing=routing, through="B", pending=False)
 
 
-def backward(dy_TO: torch.Tensor, weight_OD: torch.Tensor, forward_term: LoraTerm) -> tuple[torch.Tensor, LoraTerm]:
+def backward(
+    dy_TO: torch.Tensor, weight_OD: torch.Tensor | Fp8Weight, forward_term: LoraTerm
+) -> tuple[torch.Tensor, LoraTerm]:
     """dX [T, D], and dS, which is still to be added where it is pending. Adds to the gradients of B.
 
     ``accumulate_a`` must follow, with the x of forward.
@@ -168,9 +175,9 @@ def backward(dy_TO: torch.Tensor, weight_OD: torch.Tensor, forward_term: LoraTer
     bank, routing, shrunk = forward_term.bank, forward_term.routing, forward_term.products
     if has_kernels(dy_TO):
         products = kernels("lora").backward_b(dy_TO, shrunk, bank, routing)
-        dx_TD = _by_rows(lambda rows_NO: rows_NO @ weight_OD, dy_TO)
+        dx_TD = _frozen_backward(dy_TO, weight_OD)
         return dx_TD, LoraTerm(products=products, bank=bank, routing=routing, through="A", pending=True)
-    dx_TD = dy_TO @ weight_OD
+    dx_TD = _frozen_backward(dy_TO, weight_OD)
     dshrunk = []
     for (group, segment, sample, rows), s_NR in zip(_samples(bank, routing), shrunk, strict=True):
         ds_NR = _backward_b(dy_TO[rows], s_NR, group)
@@ -211,6 +218,18 @@ def add_pending(y_TO: torch.Tensor, term: LoraTerm | None) -> torch.Tensor:
                 update_ND = s_NR @ group.a_RD[part.ranks]
                 out_TO[rows] += _drop(update_ND, group, part, segment, sample) if term.routing.dropout else update_ND
     return out_TO
+
+
+def _frozen(x_TD: torch.Tensor, weight_OD: torch.Tensor | Fp8Weight, bias_O: torch.Tensor | None) -> torch.Tensor:
+    if isinstance(weight_OD, Fp8Weight):
+        return weight_OD.forward(x_TD, bias_O)
+    return _by_rows(lambda rows_ND: F.linear(rows_ND, weight_OD, bias_O), x_TD)
+
+
+def _frozen_backward(dy_TO: torch.Tensor, weight_OD: torch.Tensor | Fp8Weight) -> torch.Tensor:
+    if isinstance(weight_OD, Fp8Weight):
+        return weight_OD.backward(dy_TO)
+    return _by_rows(lambda rows_NO: rows_NO @ weight_OD, dy_TO)
 
 
 def _by_rows(product: Callable[[torch.Tensor], torch.Tensor], x_TD: torch.Tensor) -> torch.Tensor:

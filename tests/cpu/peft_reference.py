@@ -38,7 +38,7 @@ class EngineDropout(torch.nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         p = self.config.lora_dropout
         keep = keep_mask(self.key, self.clock["step"], self.clock["ordinal"], x.shape[-2], x.shape[-1], p)
-        return torch.where(keep, x / (1 - p), 0.0)
+        return torch.where(keep.to(x.device), x / (1 - p), 0.0)
 
 
 def train_with_peft(
@@ -49,9 +49,10 @@ def train_with_peft(
     warmup: int,
     dtype: torch.dtype,
     quantization: BitsAndBytesConfig | None = None,
+    device: str = "cpu",
 ) -> Reference:
     """The whole training, one sample at a time, the loss divided by the step's own count of shifted labels."""
-    model = _build(model_folder, config, dtype, quantization)
+    model = _build(model_folder, config, dtype, quantization, device)
     clock: dict[str, int] = {}
     for name, module in model.named_modules():
         if hasattr(module, "lora_dropout") and config.lora_dropout > 0:
@@ -67,7 +68,7 @@ def train_with_peft(
         loss = 0.0
         for ordinal, index in enumerate(indices):
             clock.update(step=step, ordinal=ordinal)
-            ids, labels = (torch.tensor(x).long() for x in data.sample(index))
+            ids, labels = (torch.tensor(x).long().to(device) for x in data.sample(index))
             logits = model(ids[None]).logits[0, :-1]
             part = F.cross_entropy(logits, labels[1:], reduction="sum", ignore_index=-100) / targets
             part.backward()
@@ -93,10 +94,12 @@ def exact_norms(monkeypatch) -> None:
 
 
 def _build(
-    folder: Path, config: AdapterConfig, dtype: torch.dtype, quantization: BitsAndBytesConfig | None
+    folder: Path, config: AdapterConfig, dtype: torch.dtype, quantization: BitsAndBytesConfig | None, device: str
 ) -> torch.nn.Module:
-    quantised = {"quantization_config": quantization, "device_map": "cpu"} if quantization else {}
+    quantised = {"quantization_config": quantization, "device_map": device} if quantization else {}
     base = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="sdpa", **quantised)
+    if not quantised:
+        base.to(device)
     targets = config.target_modules
     model = get_peft_model(
         base,
@@ -115,8 +118,8 @@ def _build(
     for name in match_targets(config, base.config.num_hidden_layers):
         layer = modules[f"base_model.model.{name}"]
         a, b = initial_matrices(config, name, layer.in_features, layer.out_features)
-        layer.lora_A["default"].weight.data = a.to(dtype)
-        layer.lora_B["default"].weight.data = b.T.contiguous().to(dtype)
+        layer.lora_A["default"].weight.data = a.to(device, dtype)
+        layer.lora_B["default"].weight.data = b.T.contiguous().to(device, dtype)
     return model.train()
 
 
@@ -134,7 +137,7 @@ def _optimizer(config: AdapterConfig, parameters: list[torch.nn.Parameter]) -> t
 
 def _tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     return {
-        name.replace(".default", ""): parameter.detach().clone()
+        name.replace(".default", ""): parameter.detach().cpu().clone()
         for name, parameter in model.named_parameters()
         if parameter.requires_grad
     }

@@ -20,6 +20,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig
 
 import mlora
+from mlora import cli
 from mlora.config import RunConfig, parse_config
 from mlora.engine.memory import MemoryModel
 from mlora.engine.verify import verify_run
@@ -60,8 +61,10 @@ def bnb_config(quantization: Quantization, **changes: object) -> BitsAndBytesCon
     )
 
 
-def with_bitsandbytes(folder: Path, config: BitsAndBytesConfig, dtype: torch.dtype) -> torch.nn.Module:
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, quantization_config=config, device_map="cpu")
+def with_bitsandbytes(
+    folder: Path, config: BitsAndBytesConfig, dtype: torch.dtype, device: torch.device = CPU
+) -> torch.nn.Module:
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, quantization_config=config, device_map=device.type)
 
 
 def kept_tensors(weight: torch.nn.Parameter) -> list[torch.Tensor]:
@@ -88,11 +91,13 @@ def our_tensors(part: object) -> list[torch.Tensor]:
     ]
 
 
-def parts(folder: Path, quantization: Quantization, dtype: torch.dtype) -> Iterator[tuple[str, object]]:
+def parts(
+    folder: Path, quantization: Quantization, dtype: torch.dtype, device: torch.device = CPU
+) -> Iterator[tuple[str, object]]:
     """Every linear of the model as the engine keeps it, by its global name."""
     spec = load_spec(folder)
     checkpoint = Checkpoint(folder, spec)
-    linears = FrozenLinears(spec, checkpoint.stored or quantization, dtype, CPU)
+    linears = FrozenLinears(spec, checkpoint.stored or quantization, dtype, device)
     for layer in range(spec.num_layers):
         for merged, paths in MERGED_LINEARS.items():
             weight = linears.weight(checkpoint.layer(layer), layer, merged)
@@ -110,10 +115,10 @@ def merged_weights(model: Decoder) -> dict[tuple[int, str], torch.Tensor]:
     return {(i, m): w.matrix().clone() for i, layer in model._layers.items() for m, w in layer._weights.items()}
 
 
-def dequantised_copy(folder: Path, quantization: Quantization, target: Path) -> Path:
+def dequantised_copy(folder: Path, quantization: Quantization, target: Path, device: torch.device = CPU) -> Path:
     """A dense checkpoint of the dequantised weights in float32."""
-    tensors = load_file(folder / "model.safetensors")
-    for name, part in parts(folder, quantization, torch.float32):
+    tensors = load_file(folder / "model.safetensors", device=device.type)
+    for name, part in parts(folder, quantization, torch.float32, device):
         part.write(tensors[f"{name}.weight"])
     target.mkdir()
     for file in folder.iterdir():
@@ -477,6 +482,34 @@ def test_without_bitsandbytes_the_extra_is_named_before_anything_is_loaded(
     monkeypatch.setattr(Checkpoint, "layer", None)
     text = refusal(lambda: run(tmp_path, model, [{"name": "a", "dataset": "none.jsonl"}], quantization="nf4"))
     assert text == "quantization: nf4 needs bitsandbytes: pip install 'mlora-engine[quant]'"
+
+
+@pytest.mark.parametrize("kind", ["nf4", "fp8"])
+def test_check_and_plan_know_the_sizes_without_bitsandbytes(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], kind: str
+) -> None:
+    """Nor need they what multiplies in FP8: they may run on another machine than the training."""
+    monkeypatch.setitem(sys.modules, "bitsandbytes", None)
+    monkeypatch.setattr(quantised, "find_spec", lambda name: None)
+    monkeypatch.setattr(torch, "_scaled_mm", None)
+    rows = write_rows(tmp_path / "rows.jsonl", 20, seed=1)
+    config = tmp_path / "run.yaml"
+    keys = {"quantization": kind, "dtype": "bfloat16"}
+    config.write_text(json.dumps(tree(model, **keys) | {"adapters": [{"name": "a", "dataset": str(rows)}]}))
+    spec = load_spec(model)
+    memory = MemoryModel(
+        spec=spec,
+        dtype=torch.bfloat16,
+        layers=(3,),
+        in_flight=(1,),
+        adapters=(),
+        quantization=Quantization(kind=kind),  # type: ignore[arg-type]
+    )
+    assert cli.main(["check", str(config)]) == 0
+    size = memory.need(0, 16, False).weights
+    assert f"weights    {size / 2**20:,.2f} MiB in one stage: linears {kind}, the rest" in capsys.readouterr().out
+    assert cli.main(["plan", str(config), "--stages", "2", "--picture", str(tmp_path / "plan.svg")]) == 0
+    assert "predicted bubble" in capsys.readouterr().out
 
 
 def test_a_device_that_bitsandbytes_does_not_know_is_refused(

@@ -30,6 +30,7 @@ EVALUATION = "tests/cpu/test_evaluation.py"
 EVALUATION = "tests/cpu/test_evaluation.py"
 KERNELS = "tests/kernels/test_company.py"
 QUANTISED = "tests/cpu/test_quantised.py"
+FP8 = "tests/cpu/test_fp8.py"
 DENSE = "test_a_quantised_base_is_a_dense_one_with_the_dequantised_weights"
 COMPANY = f"{SHARED}::test_company_and_cuts_change_no_bit"
 # invariant, mutant, the test that must catch it
@@ -44,6 +45,9 @@ MUTANTS = (
     (1, "quantised_from_the_stored_dtype", f"{QUANTISED}::test_the_bits_are_those_of_transformers_with_bitsandbytes"),
     (1, "modules_in_the_same_rows", f"{QUANTISED}::{DENSE}"),
     (1, "weight_left_from_forward", f"{QUANTISED}::{DENSE}"),
+    (1, "fp8_scales_left_out_of_dy", f"{FP8}::test_products_are_those_of_the_rounded_numbers"),
+    (1, "merged_into_the_original_after_all", "tests/cpu/test_merge_quantised.py"),
+    (2, "fp8_scale_of_all_rows", f"{FP8}::test_large_numbers_in_other_rows_change_no_bit"),
     (2, "gradient_over_the_whole_segment", COMPANY),
     (2, "mask_by_slot", COMPANY),
     (2, "mask_by_row", COMPANY),

@@ -374,7 +374,7 @@ def test_adding_a_flag_is_a_decision():
         "check": "-h --help config --set",
         "schema": "-h --help",
         "init": "-h --help files --output --base-model",
-        "merge": "-h --help adapter output --base --dtype",
+        "merge": "-h --help adapter output --base --dtype --dequantised",
         "export": "-h --help adapter output --portable",
         "generate": "-h --help adapters --base --with-base --dtype --device --json --prompt --file --system --plain "
         "--set --max-new-tokens --temperature --top-p --seed --batch-size",
