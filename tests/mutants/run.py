@@ -27,7 +27,6 @@ MIXTURE = "tests/cpu/test_mixture.py"
 VERSIONS = "tests/cpu/test_versions.py"
 ISOLATION = "tests/cpu/test_isolation.py"
 EVALUATION = "tests/cpu/test_evaluation.py"
-EVALUATION = "tests/cpu/test_evaluation.py"
 KERNELS = "tests/kernels/test_company.py"
 QUANTISED = "tests/cpu/test_quantised.py"
 FP8 = "tests/cpu/test_fp8.py"
@@ -76,9 +75,6 @@ MUTANTS = (
     (4, "losses_between_lines_forgotten", CRASH),
     (4, "lines_behind_the_checkpoint_kept", CRASH),
     (4, "changed_keys_not_looked_at", f"{RESUME}::test_a_changed_key_is_named_and_needs_a_word"),
-    (4, "evaluations_begin_anew", f"{EVALUATION}::test_a_crash_changes_no_bit"),
-    (3, "best_kept_behind_the_next_step", f"{EVALUATION}::test_patience_ends_an_adapter_and_its_best_step_is_exported"),
-    (1, "evaluated_with_dropout", f"{EVALUATION}::test_the_numbers_are_those_of_transformers"),
     (4, "evaluations_begin_anew", f"{EVALUATION}::test_a_crash_changes_no_bit"),
     (3, "best_kept_behind_the_next_step", f"{EVALUATION}::test_patience_ends_an_adapter_and_its_best_step_is_exported"),
     (1, "evaluated_with_dropout", f"{EVALUATION}::test_the_numbers_are_those_of_transformers"),
