@@ -16,7 +16,8 @@ from mlora.engine.status import read_status
 from mlora.types import UserError
 
 _UNTOLD = ("name",)  # keys of an adapter that differ always
-_INCH, _DPI = (9.0, 10.0), 120
+_INCH, _DPI = (9.0, 8.0), 120
+_FAR = 50  # times the lowest loss: a highest one so far away would flatten all curves
 _NAMED = 20  # curves that a legend has room for
 
 
@@ -149,7 +150,7 @@ def draw(curves: Sequence[Curve], file: Path) -> None:
     loss, rate, speed = figure.subplots(3, sharex=True, height_ratios=(2, 1, 1))
     for i, curve in enumerate(curves):
         style = ("-", "--", "-.")[i // 10 % 3]  # matplotlib's colours repeat after ten
-        mark = "." if len(curve.steps) == 1 else ""
+        mark = "." if sum(map(math.isfinite, curve.losses)) == 1 else ""
         (line,) = loss.plot(curve.steps, curve.losses, style, label=curve.name, marker=mark)
         loss.plot(curve.eval_steps, curve.eval_losses, ":", color=line.get_color(), marker="o", markersize=3)
         rate.plot(curve.steps, curve.rates, style, marker=mark)
@@ -158,6 +159,13 @@ def draw(curves: Sequence[Curve], file: Path) -> None:
     for axes, label in ((loss, f"loss{dotted}"), (rate, "learning rate"), (speed, "tokens/s")):
         axes.set_ylabel(label)
         axes.grid(alpha=0.3)
+    best = [curve.best[0] for curve in curves if curve.best]
+    if (
+        max((x for curve in curves for x in curve.losses if math.isfinite(x)), default=0)
+        > _FAR * min(best, default=0)
+        > 0
+    ):
+        loss.set_yscale("log")
     speed.set_xlabel("step")
     speed.xaxis.set_major_locator(MaxNLocator(integer=True))
     speed.set_ylim(bottom=0)

@@ -118,14 +118,12 @@ class Leader:
         start = time.monotonic()
         view = LiveView(console, self._adapters, worker.microbatches, rows_of(config), device) if console else None
         try:
-            with (
-                view.shown() if view else nullcontext(),
-                Inbox(config.output_dir, self._adapters, self._prepare, requests.add, ask),
-            ):
-                self._walk(worker, windows, others, world, recorder, exporter)
-            for adapter in requests.arrived():
-                print(f"{adapter.config.name}: was added too late; --resume auto goes on with it", flush=True)
-            exporter.finish()
+            with view.shown() if view else nullcontext():
+                with Inbox(config.output_dir, self._adapters, self._prepare, requests.add, ask):
+                    self._walk(worker, windows, others, world, recorder, exporter)
+                for adapter in requests.arrived():
+                    print(f"{adapter.config.name}: was added too late; --resume auto goes on with it", flush=True)
+                exporter.finish()
         except BaseException:
             exporter.abandon(wait=stages is None)
             raise
@@ -227,8 +225,8 @@ class Leader:
             return  # all adapters had ended before
         begin = [timed for part in parts for timed in part[:_PICTURED]]
         try:
-            (self._config.output_dir / TRACE).write_text(chrome_trace(whole))
-            (self._config.output_dir / PICTURE).write_text(svg(begin, names))
+            (self._config.output_dir / TRACE).write_text(chrome_trace(whole), encoding="utf-8")
+            (self._config.output_dir / PICTURE).write_text(svg(begin, names), encoding="utf-8")
         except OSError as error:
             print(f"the timeline cannot be written: {error.strerror}", flush=True)
 

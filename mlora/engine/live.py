@@ -67,13 +67,14 @@ class LiveView:
 
     def shown(self) -> AbstractContextManager[object]:
         """The context in which it is on the screen. It goes at the end: the table of results takes its place."""
-        return _Live(
+        self._live = _Live(
             console=self._console,
             get_renderable=self.render,
             refresh_per_second=1 / _EVERY_S,
             transient=True,
             redirect_stderr=sys.stderr is not None and sys.stderr.isatty(),
         )
+        return self._live
 
     def render(self) -> RenderableType:
         """What is to be seen now. Whatever goes wrong here must not reach the training."""
@@ -152,15 +153,17 @@ class LiveView:
 
 
 class _Live(Live):
-    """Leaves the cursor visible: a process that is ended at once could not bring it back."""
+    """Leaves the cursor visible: a process that is ended at once could not bring it back. And keeps what stands for
+    standard output as long as itself: Python's print, in another thread, holds no reference to what it writes to."""
 
     def start(self, refresh: bool = False) -> None:
         super().start(refresh)
         self.console.show_cursor(True)
+        self.streams = (sys.stdout, sys.stderr)
 
 
 def is_ascii(encoding: str, environment: Mapping[str, str]) -> bool:
-    """Whether only ASCII is shown: for another encoding than UTF-8, and in locale C, where Python writes UTF-8 still."""
+    """Whether only ASCII is shown: for other encodings than UTF-8, and in locale C, where Python writes UTF-8 still."""
     named = environment.get("LC_ALL") or environment.get("LANG")
     return not encoding.lower().startswith("utf") or named in ("C", "POSIX")
 

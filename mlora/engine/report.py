@@ -38,8 +38,8 @@ table { border-collapse: collapse; font-size: .9rem; }
 th, td { padding: .3rem .9rem .3rem 0; text-align: right; vertical-align: top; white-space: nowrap; }
 tr { border-bottom: 1px solid #e4e4e4; }
 th { color: #666; font-weight: 500; }
-th:first-child, td:first-child, .text { text-align: left; }
-td.text { white-space: normal; min-width: 9rem; }
+th.text, td.text, .long { text-align: left; }
+.long { white-space: normal; min-width: 16rem; }
 .note { color: #666; margin: .2rem 0; }
 .ended { color: #177245; } .failed { color: #b3261e; } .interrupted, .stopped, .cancelled { color: #8a5a00; }
 img { max-width: 100%; height: auto; }
@@ -139,8 +139,8 @@ def _summary(status: Mapping[str, Any], facts: Mapping[str, Any]) -> list[str]:
 
 Cell = tuple[str, str]  # CSS class, text
 _ADAPTER_TITLES = (
-    *("adapter", "state", "step", "first loss", "last loss", "best loss", "held-out loss"),
-    *("tokens", "tokens/s", "what became of it"),
+    *("adapter", "state", "step", "first loss", "last loss", "best loss", "held-out loss", "tokens", "tokens/s"),
+    "what became of it",
 )
 
 
@@ -158,7 +158,7 @@ def _adapter_row(entry: Mapping[str, Any], curve: Curve) -> list[Cell]:
         ("", f"{curve.eval_losses[-1]:.4f}" if curve.eval_losses else "–"),
         ("", f"{curve.tokens:,}"),
         ("", speed),
-        ("text", entry["reason"] or (f"exported to {entry['exported']}" if entry["exported"] else "–")),
+        ("long", entry["reason"] or (f"exported to {entry['exported']}" if entry["exported"] else "–")),
     ]
 
 
@@ -176,7 +176,7 @@ def _data_row(name: str, data: Mapping[str, Any]) -> list[Cell]:
         *(("", f"{number:,}") for number in numbers),
         ("", f"{data['target_tokens']:,} ({data['target_tokens'] / max(1, data['tokens']):.0%})"),
         ("", ", ".join(f"{length:,}" for length in data["lengths"])),
-        ("text", dropped or "none"),
+        ("long", dropped or "none"),
     ]
 
 
@@ -192,7 +192,8 @@ def _configuration(config: Mapping[str, Any], curves: Sequence[Curve]) -> list[s
 
 
 def _table(titles: Sequence[str], rows: Sequence[Sequence[Cell]]) -> str:
-    head = "".join(f"<th>{escape(title)}</th>" for title in titles)
+    kinds = [kind.split(" ")[0] for kind, _ in rows[0]]
+    head = "".join(f'<th class="{k}">{escape(title)}</th>' for k, title in zip(kinds, titles, strict=True))
     body = "".join(
         "<tr>" + "".join(f'<td class="{kind}">{escape(text)}</td>' for kind, text in row) + "</tr>\n" for row in rows
     )
