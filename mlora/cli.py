@@ -401,7 +401,10 @@ def _compare(arguments: argparse.Namespace) -> int:
     curves = read_curves(arguments.runs)
     print(comparison_table(curves))
     if arguments.picture:
-        draw(curves, Path(arguments.picture))
+        try:
+            Path(arguments.picture).write_bytes(draw(curves))
+        except OSError as error:
+            raise UserError(f"--picture {arguments.picture}: cannot be written: {error.strerror}") from None
         print(f"picture: {arguments.picture}")
     return _OK
 

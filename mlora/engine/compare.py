@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 from collections.abc import Mapping, Sequence
@@ -140,9 +141,8 @@ def differences(curves: Sequence[Curve]) -> dict[str, list[str]]:
     return {key: values for key, values in found.items() if len(set(values) - {"?"}) > 1}
 
 
-def draw(curves: Sequence[Curve], file: Path) -> None:
-    """Loss, learning rate and speed over the steps as PNG, the held-out loss dotted. Raises UserError where the file
-    cannot be written."""
+def draw(curves: Sequence[Curve]) -> bytes:
+    """Loss, learning rate and speed over the steps as PNG, the held-out loss dotted."""
     from matplotlib.figure import Figure  # takes half a second, which other commands need not wait
     from matplotlib.ticker import MaxNLocator
 
@@ -171,7 +171,6 @@ def draw(curves: Sequence[Curve], file: Path) -> None:
     speed.set_ylim(bottom=0)
     if len(curves) <= _NAMED:
         loss.legend(fontsize="small")
-    try:
-        figure.savefig(file, dpi=_DPI, format="png")
-    except OSError as error:
-        raise UserError(f"{file}: cannot be written: {error.strerror}") from None
+    picture = io.BytesIO()
+    figure.savefig(picture, dpi=_DPI, format="png")
+    return picture.getvalue()

@@ -236,7 +236,8 @@ def _report(output_dir: Path) -> None:
     try:
         print(f"report: {write_report(output_dir)}", flush=True)
     except Exception as error:
-        print(f"no report: {type(error).__name__}: {error}", flush=True)
+        kind = "" if isinstance(error, UserError) else f"{type(error).__name__}: "
+        print(f"no report: {kind}{error}", flush=True)
 
 
 def _with_added(config: RunConfig) -> RunConfig:

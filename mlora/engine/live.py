@@ -132,7 +132,7 @@ class LiveView:
         return found
 
     def _table(self, rows: Sequence[Mapping[str, Text]]) -> Table:
-        """As many columns as the terminal is wide for; of the names, what is left."""
+        """As many columns as the terminal is wide for."""
         width = self._console.width
         for count in range(len(_COLUMNS), 1, -1):
             kept = [name for name in _SHOWN if name in _COLUMNS[:count]]
@@ -143,6 +143,7 @@ class LiveView:
                     name,
                     justify="right" if right else "left",
                     no_wrap=True,
+                    max_width=width // 3 if name == "adapter" else None,
                     overflow="crop" if self._ascii else "ellipsis",
                 )
             for row in rows:

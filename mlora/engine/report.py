@@ -5,9 +5,9 @@ Made at the end of a run, and by ``mlora report`` from the folder of one that is
 
 from __future__ import annotations
 
-import base64
 import json
 import time
+from base64 import b64encode
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
@@ -58,12 +58,10 @@ def write_facts(config: RunConfig, adapters: Sequence[AdapterRun], engine: Mappi
         "config": plain,
         "data": {adapter.config.name: _data_facts(adapter) for adapter in adapters},
     }
-    partial = config.output_dir / f".{FACTS}.partial"
     try:
-        partial.write_text(json.dumps(facts, indent=1), encoding="utf-8")
-        partial.rename(config.output_dir / FACTS)
-    except OSError as error:
-        print(f"{config.output_dir / FACTS} cannot be written: {error.strerror}", flush=True)
+        _write(config.output_dir / FACTS, json.dumps(facts, indent=1).encode())
+    except UserError as error:
+        print(f"{error}; a report will lack configuration and data", flush=True)
 
 
 def _data_facts(adapter: AdapterRun) -> dict[str, Any]:
@@ -83,20 +81,24 @@ def write_report(run: Path, file: Path | None = None) -> Path:
     """
     status = read_status(run)
     curves = [replace(curve, run="") for curve in read_curves([run])]
-    file, picture = (file, file.with_suffix(".png")) if file else (run / REPORT, run / CURVES)
-    draw(curves, picture)
+    picture = draw(curves)
+    _write(file.with_suffix(".png") if file else run / CURVES, picture)
+    return _write(file or run / REPORT, _page(run, status, curves, picture).encode())
+
+
+def _write(file: Path, data: bytes) -> Path:
+    """All of it or nothing: a browser may be looking."""
     partial = file.with_name(f".{file.name}.partial")
     try:
-        partial.write_text(_page(run, status, curves, picture), encoding="utf-8")
-        partial.rename(file)
+        partial.write_bytes(data)
+        return partial.rename(file)
     except OSError as error:
         raise UserError(f"{file}: cannot be written: {error.strerror}") from None
-    return file
 
 
-def _page(run: Path, status: Mapping[str, Any], curves: Sequence[Curve], picture: Path) -> str:
+def _page(run: Path, status: Mapping[str, Any], curves: Sequence[Curve], picture: bytes) -> str:
     facts = _read_facts(run)
-    name = escape(run.resolve().name)
+    name, source = escape(run.resolve().name), f"data:image/png;base64,{b64encode(picture).decode()}"
     parts = [
         f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{name}</title>',
         f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">',
@@ -106,7 +108,7 @@ def _page(run: Path, status: Mapping[str, Any], curves: Sequence[Curve], picture
         "<h2>Adapters</h2>",
         _table(_ADAPTER_TITLES, [_adapter_row(status["adapters"][curve.adapter], curve) for curve in curves]),
         "<h2>Curves</h2>",
-        f'<img alt="loss, learning rate and tokens per second" src="data:image/png;base64,{_base64(picture)}">',
+        f'<img alt="loss, learning rate and tokens per second" src="{source}">',
     ]
     if facts["data"]:
         parts += ["<h2>Data</h2>", _table(_DATA_TITLES, [_data_row(*item) for item in facts["data"].items()])]
@@ -198,7 +200,3 @@ def _table(titles: Sequence[str], rows: Sequence[Sequence[Cell]]) -> str:
         "<tr>" + "".join(f'<td class="{kind}">{escape(text)}</td>' for kind, text in row) + "</tr>\n" for row in rows
     )
     return f'<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
-
-
-def _base64(picture: Path) -> str:
-    return base64.b64encode(picture.read_bytes()).decode()
