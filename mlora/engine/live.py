@@ -10,9 +10,11 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console, Group, RenderableType
+from rich.file_proxy import FileProxy
 from rich.live import Live
 from rich.measure import Measurement
 from rich.table import Table
@@ -154,13 +156,28 @@ class LiveView:
 
 
 class _Live(Live):
-    """Leaves the cursor visible: a process that is ended at once could not bring it back. And keeps what stands for
-    standard output as long as itself: Python's print, in another thread, holds no reference to what it writes to."""
+    """rich's, for a program whose threads print, and that may be ended at once."""
 
     def start(self, refresh: bool = False) -> None:
-        super().start(refresh)
+        """The cursor stays visible, since nothing might bring it back.
+
+        A print that comes between a refresh and the place that it was computed for would leave a part of the view
+        behind, so the two exclude each other. Both streams are kept as long as this: Python's print, in another
+        thread, holds no reference to what it writes to.
+        """
+        super().start(refresh=True)
         self.console.show_cursor(True)
-        self.streams = (sys.stdout, sys.stderr)
+        self.streams = [stream for stream in (sys.stdout, sys.stderr) if isinstance(stream, FileProxy)]
+        for stream in self.streams:
+            stream.write = self._alone(stream.write)  # type: ignore[method-assign]
+            stream.flush = self._alone(stream.flush)  # type: ignore[method-assign]
+
+    def _alone(self, act: Callable[..., Any]) -> Callable[..., Any]:
+        def acting(*arguments: Any) -> Any:
+            with self._lock:
+                return act(*arguments)
+
+        return acting
 
 
 def is_ascii(encoding: str, environment: Mapping[str, str]) -> bool:

@@ -201,6 +201,40 @@ def test_a_terminal_shows_the_rows_and_at_the_end_the_results(folder):
     assert "step 59/60" not in "".join(terminal.seen) and not terminal.screen.cursor.hidden
 
 
+_CROWD = """
+import threading, time, torch
+from mlora.engine.live import LiveView, terminal
+from tests.cpu.test_live import _adapter
+
+adapters = [_adapter(i, f"n{i}", losses=[1.0]) for i in range(4)]
+
+def talk(k):
+    for i in range(60):
+        print(f"line {k} {i}", flush=True)
+        time.sleep(0.003)
+
+def change(live):
+    for i in range(150):
+        adapters[:] = [_adapter(k, f"n{k}", losses=[1.0]) for k in range(3 + i % 5)]
+        live.refresh()
+
+with LiveView(terminal(), adapters, lambda: [], 100, torch.device("cpu")).shown() as live:
+    threads = [threading.Thread(target=talk, args=(k,)) for k in range(4)]
+    threads.append(threading.Thread(target=change, args=(live,)))
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+"""
+
+
+def test_threads_that_print_while_its_height_changes_leave_nothing_of_it_behind_and_lose_no_line():
+    terminal = Terminal([sys.executable, "-c", _CROWD], _env(LANG="C.UTF-8"), lines=400)
+    assert terminal.run() == 0
+    assert "engine" not in terminal.seen[-1] and terminal.seen[-1].count("line ") == 240
+    assert any("engine" in screen for screen in terminal.seen)
+
+
 def test_forty_columns_without_utf8(folder):
     terminal = Terminal(_command(folder, 60, "narrow"), _env(LC_ALL="C", PYTHONUTF8="0"), columns=40)
     assert terminal.run() == 0
