@@ -19,7 +19,7 @@ from mlora.types import UserError
 _UNTOLD = ("name",)  # keys of an adapter that differ always
 _INCH, _DPI = (9.0, 8.0), 120
 _FAR = 50  # times the lowest loss: a highest one so far away would flatten all curves
-_NAMED = 20  # curves that a legend has room for
+_NAMED = 30  # curves that can be told apart, by ten colours and three styles
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,7 +146,9 @@ def draw(curves: Sequence[Curve]) -> bytes:
     from matplotlib.figure import Figure  # takes half a second, which other commands need not wait
     from matplotlib.ticker import MaxNLocator
 
-    figure = Figure(figsize=_INCH, layout="constrained")
+    columns = max(1, 110 // (6 + max(len(curve.name) for curve in curves)))
+    lines = math.ceil(len(curves) / columns) if len(curves) <= _NAMED else 0
+    figure = Figure(figsize=(_INCH[0], _INCH[1] + 0.2 * lines), layout="constrained")
     loss, rate, speed = figure.subplots(3, sharex=True, height_ratios=(2, 1, 1))
     for i, curve in enumerate(curves):
         style = ("-", "--", "-.")[i // 10 % 3]  # matplotlib's colours repeat after ten
@@ -169,8 +171,8 @@ def draw(curves: Sequence[Curve]) -> bytes:
     speed.set_xlabel("step")
     speed.xaxis.set_major_locator(MaxNLocator(integer=True))
     speed.set_ylim(bottom=0)
-    if len(curves) <= _NAMED:
-        loss.legend(fontsize="small")
+    if lines:
+        figure.legend(loc="outside lower center", ncols=columns, fontsize="small", frameon=False)
     picture = io.BytesIO()
     figure.savefig(picture, dpi=_DPI, format="png")
     return picture.getvalue()

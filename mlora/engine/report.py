@@ -24,7 +24,7 @@ from mlora.config import RunConfig
 from mlora.data import TokenData
 from mlora.engine.adapter_run import OVER, AdapterRun
 from mlora.engine.compare import Curve, differences, draw, read_curves
-from mlora.engine.output import CURVES, FACTS, PICTURE, REPORT
+from mlora.engine.output import ADAPTERS, CURVES, FACTS, PICTURE, REPORT
 from mlora.engine.status import read_status
 from mlora.types import UserError
 
@@ -160,7 +160,7 @@ def _adapter_row(entry: Mapping[str, Any], curve: Curve) -> list[Cell]:
         ("", f"{curve.eval_losses[-1]:.4f}" if curve.eval_losses else "–"),
         ("", f"{curve.tokens:,}"),
         ("", speed),
-        ("long", entry["reason"] or (f"exported to {entry['exported']}" if entry["exported"] else "–")),
+        ("long", entry["reason"] or (f"exported to {ADAPTERS}/{curve.adapter}" if entry["exported"] else "–")),
     ]
 
 
