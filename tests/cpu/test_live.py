@@ -160,6 +160,7 @@ class Terminal:
             stream.feed(data)
             self.seen.append("\n".join(line.rstrip() for line in self.screen.display))
             if not pressed and self.at(self.seen[-1]):
+                self.hidden = self.screen.cursor.hidden
                 os.write(ours, self.press)
                 pressed = True
         os.close(ours)
@@ -250,7 +251,7 @@ def test_control_c_saves_and_leaves_the_terminal_as_it_was(folder):
     assert terminal.run() == 130
     last = terminal.seen[-1].rstrip()
     assert "interrupted; --resume auto goes on" in last and "alpha  stopped: by a signal" in last
-    assert not terminal.screen.cursor.hidden and "engine " not in last
+    assert not terminal.hidden and not terminal.screen.cursor.hidden and "engine " not in last
 
 
 def test_without_a_terminal_there_are_lines(folder):
