@@ -49,6 +49,7 @@ setup(
             "pytest>=8",
             "pytest-timeout",
             "hypothesis>=6",
+            "pyte>=0.8",  # a terminal for the live view
             "jsonschema>=4",  # checks what mlora schema prints
             "ruff==0.17.6",
             "mypy==2.4.1",
