@@ -26,23 +26,30 @@ setup(
         "pyyaml>=6.0",
         "jinja2>=3.1",
         "tokenizers>=0.22",
+        "rich>=13",  # the live view
+        "matplotlib>=3.8",  # curves of every run
     ],
     extras_require={
         "data": ["datasets>=4.0"],  # never runs a data set's script; its pyarrow reads Parquet and Arrow
         "quant": ["bitsandbytes>=0.50"],
         "verify": ["peft>=0.18"],
-        "plots": ["matplotlib>=3.8"],  # mlora compare --picture
+        "tensorboard": ["tensorboard>=2.18"],  # these three are what report_to names
+        "wandb": ["wandb>=0.20"],  # from here on several runs in one process
+        "mlflow": ["mlflow>=2.15"],
         "demo": ["peft>=0.18", "gguf>=0.17"],
         "test": [
             "peft>=0.18",
             "datasets>=4.0",
-            "matplotlib>=3.8",
+            "tensorboard>=2.18",
+            "wandb>=0.20",
+            "mlflow-skinny>=2.15",  # the same client without a server
             "gguf>=0.17",
             "bitsandbytes>=0.50",
             "accelerate>=1.1",
             "pytest>=8",
             "pytest-timeout",
             "hypothesis>=6",
+            "pyte>=0.8",  # a terminal for the live view
             "jsonschema>=4",  # checks what mlora schema prints
             "ruff==0.17.6",
             "mypy==2.4.1",

@@ -167,8 +167,12 @@ def _add_after_training(commands: argparse._SubParsersAction[argparse.ArgumentPa
     evaluate.set_defaults(run=_eval)
     compare = commands.add_parser("compare", help="the adapters of several runs side by side")
     compare.add_argument("runs", nargs="+", metavar="RUN", help="a run's folder")
-    compare.add_argument("--picture", metavar="FILE", help="draw the losses as PNG (needs matplotlib)")
+    compare.add_argument("--picture", metavar="FILE", help="draw loss, rate and speed as PNG")
     compare.set_defaults(run=_compare)
+    report = commands.add_parser("report", help="write a run's report: one page with curves, data and configuration")
+    report.add_argument("run_dir", metavar="RUN", help="the run's folder")
+    report.add_argument("--output", metavar="FILE", help="the page; its curves go beside it (RUN/report.html)")
+    report.set_defaults(run=_report)
 
 
 def _add_models(parser: argparse.ArgumentParser) -> None:
@@ -408,8 +412,18 @@ def _compare(arguments: argparse.Namespace) -> int:
     curves = read_curves(arguments.runs)
     print(comparison_table(curves))
     if arguments.picture:
-        draw(curves, Path(arguments.picture))
+        try:
+            Path(arguments.picture).write_bytes(draw(curves))
+        except OSError as error:
+            raise UserError(f"--picture {arguments.picture}: cannot be written: {error.strerror}") from None
         print(f"picture: {arguments.picture}")
+    return _OK
+
+
+def _report(arguments: argparse.Namespace) -> int:
+    from mlora.engine.report import write_report
+
+    print(write_report(Path(arguments.run_dir), Path(arguments.output) if arguments.output else None))
     return _OK
 
 

@@ -263,6 +263,7 @@ class RunConfig:
     save_steps: int | None = None  # a checkpoint of an adapter after so many of its steps
     save_seconds: float | None = None  # and after so much time; default without save_steps: by what a write takes
     save_total_limit: int = 2  # checkpoints of an adapter that are kept
+    report_to: tuple[Literal["tensorboard", "wandb", "mlflow"], ...] = ()  # where else the numbers go
 
     def __post_init__(self) -> None:
         if not self.adapters:
@@ -541,6 +542,9 @@ def _convert(cls: type, key: str, value: object, place: str) -> Any:
         converted = _as(option, value)
         if converted is not _NO:
             return converted
+    items = [option.__args__[0] for option in options if typing.get_origin(option) is tuple]
+    if isinstance(value, list | tuple) and items and typing.get_origin(items[0]) is Literal:
+        options, value = tuple(items), next(item for item in value if _as(items[0], item) is _NO)
     choices = [str(choice) for option in options if typing.get_origin(option) is Literal for choice in option.__args__]
     if choices:
         near = difflib.get_close_matches(str(value), choices, n=1, cutoff=0.5)

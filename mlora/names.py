@@ -78,6 +78,7 @@ _IDLE: dict[str, str] = {  # keys that ask for what is the case anyway, or for w
     "dataloader_num_workers": "tokens are read from a mapped file",
     "dataset_num_proc": "the tokenizer uses all cores",
     "preprocessing_num_workers": "the tokenizer uses all cores",
+    "plot_loss": "the curves are always drawn",
 }
 _FIXED: dict[str, tuple[tuple[object, ...], str]] = {  # the values that ask for what is the case; why no other is taken
     "adapter": (("lora",), "only LoRA adapters are trained; leave it out, and write quantization: nf4 for QLoRA"),
@@ -100,6 +101,15 @@ _OTHER: dict[str, str] = {
     "dataset_dir": "paths count from the configuration file's folder; write the whole path inside dataset",
     "overwrite_output_dir": "write --overwrite on the command line",
     "resume_from_checkpoint": "write --resume on the command line",
+    "use_tensorboard": "write report_to: [tensorboard]",
+    "use_wandb": "write report_to: [wandb]",
+    "use_mlflow": "write report_to: [mlflow]",
+    "wandb_project": "set WANDB_PROJECT in the environment, as for every program that uses W&B",
+    "wandb_entity": "set WANDB_ENTITY in the environment, as for every program that uses W&B",
+    "mlflow_tracking_uri": "set MLFLOW_TRACKING_URI in the environment, as for every program that uses MLflow",
+    "mlflow_experiment_name": "set MLFLOW_EXPERIMENT_NAME in the environment",
+    "logging_dir": "TensorBoard's files are in output_dir/tensorboard",
+    "run_name": "runs are named after output_dir and the adapter",
     "interleave_probs": "write weight beside each path of a list under dataset",
     "mix_strategy": "write weight beside each path of a list under dataset",
     "shards": "write max_samples",
@@ -176,6 +186,8 @@ def _value(key: str, value: object, where: str) -> object:
     if key == "optim" and isinstance(value, str) and value in _OPTIMIZERS:
         _note(f"{where}: {value} is computed as {_OPTIMIZERS[value]}")
         return _OPTIMIZERS[value]
+    if key == "report_to" and isinstance(value, str):
+        return [] if value == "none" else [value]
     return value
 
 

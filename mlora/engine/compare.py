@@ -1,7 +1,8 @@
-"""``mlora compare``: the adapters of several runs side by side, in a table and in a picture."""
+"""The adapters of one run or several side by side, in a table and in a picture: ``mlora compare``, ``mlora report``."""
 
 from __future__ import annotations
 
+import io
 import json
 import math
 from collections.abc import Mapping, Sequence
@@ -16,13 +17,15 @@ from mlora.engine.status import read_status
 from mlora.types import UserError
 
 _UNTOLD = ("name",)  # keys of an adapter that differ always
-_INCH, _DPI = (9.0, 5.0), 120
+_INCH, _DPI = (9.0, 8.0), 120
+_FAR = 50  # times the lowest loss: a highest one so far away would flatten all curves
+_NAMED = 30  # curves that can be told apart, by ten colours and three styles
 
 
 @dataclass(frozen=True, kw_only=True)
 class Curve:
-    """What a run has logged of an adapter. ``steps`` and ``losses`` are of its logging steps; ``keys`` its
-    configuration, empty where the run has no checkpoint of it."""
+    """What a run has logged of an adapter. ``steps`` and the lists behind it are of its logging steps, ``eval_losses``
+    behind ``eval_steps``; ``keys`` its configuration, empty where the run has no checkpoint of it."""
 
     run: str
     adapter: str
@@ -32,10 +35,13 @@ class Curve:
     losses: list[float] = field(default_factory=list)
     tokens: int = 0
     speeds: list[float] = field(default_factory=list)
+    rates: list[float] = field(default_factory=list)
+    eval_steps: list[int] = field(default_factory=list)
+    eval_losses: list[float] = field(default_factory=list)
 
     @property
     def name(self) -> str:
-        return f"{self.run}/{self.adapter}"
+        return f"{self.run}/{self.adapter}" if self.run else self.adapter
 
     @property
     def best(self) -> tuple[float, int] | None:
@@ -75,11 +81,16 @@ def _read_run(run: Path, name: str) -> list[Curve]:
     for line in lines:
         with suppress(ValueError, KeyError, TypeError):  # a line that a crash has cut, or of another kind
             entry = json.loads(line)
-            step, loss, speed = int(entry["step"]), float(entry["loss"]), float(entry["tokens_per_second"])
-            curve = curves[entry["adapter"]]
+            curve, step = curves[entry["adapter"]], int(entry["step"])
+            if "eval_loss" in entry:
+                curve.eval_losses.append(float(entry["eval_loss"]))
+                curve.eval_steps.append(step)
+                continue
+            loss, rate, speed = (float(entry[key]) for key in ("loss", "learning_rate", "tokens_per_second"))
             tokens[curve.adapter] = int(entry["num_tokens"])
             curve.steps.append(step)
             curve.losses.append(loss)
+            curve.rates.append(rate)
             curve.speeds.append(speed)
     return [replace(curve, tokens=tokens[curve.adapter]) for curve in curves.values()]
 
@@ -130,23 +141,38 @@ def differences(curves: Sequence[Curve]) -> dict[str, list[str]]:
     return {key: values for key, values in found.items() if len(set(values) - {"?"}) > 1}
 
 
-def draw(curves: Sequence[Curve], file: Path) -> None:
-    """The losses over the steps as PNG. Raises UserError where matplotlib is missing or the file cannot be written."""
-    try:
-        from matplotlib.figure import Figure
-        from matplotlib.ticker import MaxNLocator
-    except ImportError:
-        raise UserError("--picture needs matplotlib: pip install 'mlora-engine[plots]'") from None
-    figure = Figure(figsize=_INCH, layout="constrained")
-    axes = figure.add_subplot(xlabel="step", ylabel="loss")
+def draw(curves: Sequence[Curve]) -> bytes:
+    """Loss, learning rate and speed over the steps as PNG, the held-out loss dotted."""
+    from matplotlib.figure import Figure  # takes half a second, which other commands need not wait
+    from matplotlib.ticker import MaxNLocator
+
+    columns = max(1, 110 // (6 + max(len(curve.name) for curve in curves)))
+    lines = math.ceil(len(curves) / columns) if len(curves) <= _NAMED else 0
+    figure = Figure(figsize=(_INCH[0], _INCH[1] + 0.2 * lines), layout="constrained")
+    loss, rate, speed = figure.subplots(3, sharex=True, height_ratios=(2, 1, 1))
     for i, curve in enumerate(curves):
-        style = ("-", "--", ":", "-.")[i // 10 % 4]  # matplotlib's colours repeat after ten
-        axes.plot(curve.steps, curve.losses, style, label=curve.name, marker="." if len(curve.steps) == 1 else "")
-    axes.grid(alpha=0.3)
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    if len(curves) <= 20:
-        axes.legend(fontsize="small")
-    try:
-        figure.savefig(file, dpi=_DPI, format="png")
-    except OSError as error:
-        raise UserError(f"--picture {file}: cannot be written: {error.strerror}") from None
+        style = ("-", "--", "-.")[i // 10 % 3]  # matplotlib's colours repeat after ten
+        mark = "." if sum(map(math.isfinite, curve.losses)) == 1 else ""
+        (line,) = loss.plot(curve.steps, curve.losses, style, label=curve.name, marker=mark)
+        loss.plot(curve.eval_steps, curve.eval_losses, ":", color=line.get_color(), marker="o", markersize=3)
+        rate.plot(curve.steps, curve.rates, style, marker=mark)
+        speed.plot(curve.steps, curve.speeds, style, marker=mark)
+    dotted = "   (dotted: held out)" if any(curve.eval_steps for curve in curves) else ""
+    for axes, label in ((loss, f"loss{dotted}"), (rate, "learning rate"), (speed, "tokens/s")):
+        axes.set_ylabel(label)
+        axes.grid(alpha=0.3)
+    best = [curve.best[0] for curve in curves if curve.best]
+    if (
+        max((x for curve in curves for x in curve.losses if math.isfinite(x)), default=0)
+        > _FAR * min(best, default=0)
+        > 0
+    ):
+        loss.set_yscale("log")
+    speed.set_xlabel("step")
+    speed.xaxis.set_major_locator(MaxNLocator(integer=True))
+    speed.set_ylim(bottom=0)
+    if lines:
+        figure.legend(loc="outside lower center", ncols=columns, fontsize="small", frameon=False)
+    picture = io.BytesIO()
+    figure.savefig(picture, dpi=_DPI, format="png")
+    return picture.getvalue()

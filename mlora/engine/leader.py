@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 
@@ -19,10 +22,14 @@ from mlora.engine.exporter import Collector, Exporter
 from mlora.engine.inbox import Inbox, added_adapters
 from mlora.engine.init_from import load_initial
 from mlora.engine.layout import first_layers
+from mlora.engine.live import LiveView, terminal
+from mlora.engine.loggers import Loggers, check_loggers
+from mlora.engine.memory import rows_of
 from mlora.engine.output import CHECKPOINTS, METRICS, PICTURE, TRACE, check_output, leave_output, take_output
 from mlora.engine.prepare import prepare, prepare_adapter
 from mlora.engine.recorder import Recorder, print_table
 from mlora.engine.replicas import deal, first_stage, hand_over, receive_all
+from mlora.engine.report import write_facts, write_report
 from mlora.engine.requests import Requests
 from mlora.engine.results import AdapterResult, Results
 from mlora.engine.start import Start, saved_adapters
@@ -51,6 +58,7 @@ class Leader:
         self._on_step = on_step
         self._overwrite = start.overwrite
         check_output(config, start.overwrite, self._goes_on)
+        check_loggers(config.report_to)
         if config.pipeline.transport == "nccl" and choose_device(config.device).type == "cpu":
             raise UserError("pipeline.transport: nccl needs CUDA devices, and there are none here; write auto or gloo")
         stages, replicas = config.pipeline.shape(world_size)
@@ -95,28 +103,32 @@ class Leader:
         config, cadence = self._config, Cadence(self._config)
         own, *others = deal([adapter for adapter in self._adapters if adapter.state == "waiting"], self.job.replicas)
         status = Status(config.output_dir, self._adapters, self._prepared.parked)
-        recorder = Recorder(config.output_dir / METRICS, status.write)
+        loggers, console = Loggers(config.report_to, config.output_dir), terminal()
+        recorder = Recorder(config.output_dir / METRICS, status.write, loggers, lines=console is None)
         exporter = self._exporter(Collector(stages), cadence, recorder, status)
         worker, windows = first_stage(
             self.job, own, device, transport, stages, recorder, exporter, self._on_step, requests, cadence
         )
         lock = take_output(config, self._overwrite, self._goes_on)
         self._open(recorder)
+        write_facts(config, self._adapters, self._engine)
         status.write(at_once=True)
         print(f"checkpoints: every {cadence} and at an adapter's end; a crash costs up to that and a step", flush=True)
         self._export_ended(exporter)
         start = time.monotonic()
+        view = LiveView(console, self._adapters, worker.microbatches, rows_of(config), device) if console else None
         try:
-            with Inbox(config.output_dir, self._adapters, self._prepare, requests.add, ask):
-                self._walk(worker, windows, others, world, recorder, exporter)
-            for adapter in requests.arrived():
-                print(f"{adapter.config.name}: was added too late; --resume auto goes on with it", flush=True)
-            exporter.finish()
+            with view.shown() if view else nullcontext():
+                with Inbox(config.output_dir, self._adapters, self._prepare, requests.add, ask):
+                    self._walk(worker, windows, others, world, recorder, exporter)
+                for adapter in requests.arrived():
+                    print(f"{adapter.config.name}: was added too late; --resume auto goes on with it", flush=True)
+                exporter.finish()
         except BaseException:
             exporter.abandon(wait=stages is None)
             raise
         finally:
-            recorder.close()
+            recorder.close({adapter.config.name: adapter.state for adapter in self._adapters})
         share_waited = worker.waited_s / max(time.monotonic() - start, 1e-9)
         print(f"checkpoints: {exporter.written} written; training waited {worker.waited_s:.3f} s ({share_waited:.2%})")
         if stages:
@@ -129,6 +141,7 @@ class Leader:
         )
         print_table(results)
         status.write(at_once=True)
+        _report(config.output_dir)
         leave_output(config.output_dir, lock, complete=not results.failed and requests.signal is None)
         return results
 
@@ -188,7 +201,21 @@ class Leader:
     def _prepare(self, index: int, config: AdapterConfig) -> AdapterRun:
         adapter = prepare_adapter(index, config, self._prepared.spec, self._prepared.tokenizer)
         load_initial(adapter, self._prepared.spec, self._config.base_model)
+        write_facts(self._config, [*self._adapters, adapter], self._engine)
         return adapter
+
+    @property
+    def _engine(self) -> dict[str, str]:
+        """How the work is done, for the report."""
+        job = self.job
+        layers = [stop - start for start, stop in itertools.pairwise(job.first_layers)]
+        return {
+            "device": choose_device(self._config.device).type,
+            "dtype": str(job.dtype).removeprefix("torch."),
+            "stages of layers": ", ".join(map(str, layers)),
+            "replicas": str(job.replicas),
+            "microbatch_tokens": str(self._config.microbatch_tokens),
+        }
 
     def _write_timeline(self, own: list[Timed], control: Control) -> None:
         """What was measured, as a picture and as a trace for Chrome or Perfetto."""
@@ -200,10 +227,19 @@ class Leader:
             return  # all adapters had ended before
         begin = [timed for part in parts for timed in part[:_PICTURED]]
         try:
-            (self._config.output_dir / TRACE).write_text(chrome_trace(whole))
-            (self._config.output_dir / PICTURE).write_text(svg(begin, names))
+            (self._config.output_dir / TRACE).write_text(chrome_trace(whole), encoding="utf-8")
+            (self._config.output_dir / PICTURE).write_text(svg(begin, names), encoding="utf-8")
         except OSError as error:
             print(f"the timeline cannot be written: {error.strerror}", flush=True)
+
+
+def _report(output_dir: Path) -> None:
+    """What cannot be drawn or written costs the report, not the run."""
+    try:
+        print(f"report: {write_report(output_dir)}", flush=True)
+    except Exception as error:
+        kind = "" if isinstance(error, UserError) else f"{type(error).__name__}: "
+        print(f"no report: {kind}{error}", flush=True)
 
 
 def _with_added(config: RunConfig) -> RunConfig:

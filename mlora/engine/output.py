@@ -13,9 +13,12 @@ from mlora.types import UserError
 
 ADAPTERS, METRICS, PICTURE, TRACE = "adapters", "metrics.jsonl", "timeline.svg", "timeline.trace.json"
 CHECKPOINTS, STATUS, INBOX, ADDED = "checkpoints", "status.json", "inbox", "added"
+FACTS, REPORT, CURVES, TENSORBOARD, LOGGED = "run.json", "report.html", "curves.png", "tensorboard", "report_to.json"
 _REPLACED = (ADAPTERS, CHECKPOINTS)  # kept beside the new run until that is complete
 _LOCK = ".lock"
-_OURS = (ADAPTERS, METRICS, PICTURE, TRACE, CHECKPOINTS, STATUS, INBOX, ADDED, _LOCK)
+_FILES = (METRICS, PICTURE, TRACE, STATUS, FACTS, REPORT, CURVES, LOGGED)
+_FOLDERS = (INBOX, ADDED, TENSORBOARD)
+_OURS = (*_REPLACED, *_FILES, *_FOLDERS, _LOCK)
 
 
 def check_output(config: RunConfig, overwrite: bool, resume: bool = False) -> None:
@@ -92,9 +95,9 @@ def _previous(name: str) -> str:
 
 
 def _set_aside(folder: Path) -> None:
-    for name in (METRICS, PICTURE, TRACE, STATUS):
+    for name in _FILES:
         (folder / name).unlink(missing_ok=True)
-    for name in (INBOX, ADDED):
+    for name in _FOLDERS:
         shutil.rmtree(folder / name, ignore_errors=True)
     for name in _REPLACED:
         if (folder / name).exists() and any((folder / name).iterdir()):

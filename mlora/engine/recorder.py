@@ -1,4 +1,4 @@
-"""Where a run's numbers go: ``metrics.jsonl`` and a line per adapter and logging step on the terminal."""
+"""Where a run's numbers go: ``metrics.jsonl``, the loggers of ``report_to``, a line per adapter and logging step."""
 
 from __future__ import annotations
 
@@ -14,14 +14,22 @@ from typing import IO
 from mlora.config import AdapterConfig
 from mlora.engine.adapter_run import StepReport
 from mlora.engine.evaluation import EvaluationReport
+from mlora.engine.loggers import Loggers
 from mlora.engine.results import AdapterResult, Results
 
 
 class Recorder:
-    """Averages losses over an adapter's logging steps, as transformers' Trainer does; the other values are the last."""
+    """Averages losses over an adapter's logging steps, as transformers' Trainer does; the other values are the last.
 
-    def __init__(self, path: Path, changed: Callable[[], object] = lambda: None) -> None:
-        self._path, self._changed = path, changed
+    Args:
+        path: ``metrics.jsonl``.
+        changed: called at every step and evaluation.
+        loggers: those of ``report_to``.
+        lines: whether steps are printed; a skipped one is in any case.
+    """
+
+    def __init__(self, path: Path, changed: Callable[[], object], loggers: Loggers, lines: bool = True) -> None:
+        self._path, self._changed, self._loggers, self._lines = path, changed, loggers, lines
         self._file: IO[str] | None = None
         self._lock = threading.Lock()
         self._losses: dict[str, list[float]] = {}
@@ -43,12 +51,14 @@ class Recorder:
             kept.write_text("".join(_lines_up_to(source, steps, evaluated or {})), encoding="utf-8")
             kept.rename(self._path)
         self._file = self._path.open("a", encoding="utf-8")
+        self._loggers.open()
 
     def start(self, adapter: str, earlier: Sequence[StepReport], config: AdapterConfig) -> None:
         """The adapter's clock for tokens per second starts, behind the steps ``earlier``."""
         self._marks[adapter] = (time.monotonic(), earlier[-1].num_tokens if earlier else 0)
         last = max((report.step for report in earlier if _due(report, config)), default=0)
         self._losses[adapter] = [report.loss for report in earlier[last:]]
+        self._loggers.start(config, len(earlier))
 
     def step(self, report: StepReport, config: AdapterConfig) -> None:
         """Take a step's numbers; write them when a logging step, the last step or a skipped step is due."""
@@ -58,7 +68,9 @@ class Recorder:
             return
         entry = self._entry(report)
         self._write(json.dumps(entry) + "\n")
-        print(_line(report, entry), flush=True)
+        self._loggers.log(entry)
+        if self._lines or report.skipped:
+            print(_line(report, entry), flush=True)
 
     def evaluation(self, report: EvaluationReport) -> None:
         """Take an evaluation's numbers and write them."""
@@ -73,6 +85,7 @@ class Recorder:
             "best": report.best,
         }
         self._write(json.dumps(entry) + "\n")
+        self._loggers.log(entry)
         print(_evaluation_line(report), flush=True)
 
     def failed(self, adapter: str, step: int, reason: str) -> None:
@@ -91,10 +104,11 @@ class Recorder:
             print(f"{self._path} cannot be written: {error.strerror}; the run goes on without it", flush=True)
             self._file = None
 
-    def close(self) -> None:
-        """Close the file."""
+    def close(self, states: Mapping[str, str]) -> None:
+        """Close the file and the loggers; ``states`` are the adapters' last ones."""
         if self._file is not None:
             self._file.close()
+        self._loggers.close(states)
 
     def _entry(self, report: StepReport) -> dict[str, object]:
         now, losses = time.monotonic(), self._losses[report.adapter]

@@ -92,7 +92,9 @@ def read_status(output_dir: Path) -> dict[str, Any]:
         if not live and adapter["state"] not in OVER:
             adapter["state"] = "interrupted"
         adapter["checkpoint"] = _checkpoint(output_dir / CHECKPOINTS / name)
-    refused = {path.stem.removeprefix("add-"): path.read_text() for path in (output_dir / INBOX).glob("add-*.refused")}
+    refused = {
+        path.stem.removeprefix("add-"): path.read_text("utf-8") for path in (output_dir / INBOX).glob("add-*.refused")
+    }
     return {"live": live, **tree, "refused": refused}
 
 

@@ -19,7 +19,9 @@ from mlora.models.weights import Checkpoint, resolve_base_model
 from mlora.pipeline.executor import Decider, Entry, Executor, Window
 from mlora.pipeline.stage import Stage
 from mlora.pipeline.transport.base import Transport
+from mlora.types import Microbatch
 
+_LAST = 200  # actions that are looked at to say how full microbatches are
 Deliver = Callable[[Entry, Mapping[str, torch.Tensor]], None]
 Fetch = Callable[[Entry], Mapping[str, torch.Tensor]]
 
@@ -85,6 +87,11 @@ class Worker:
     def run(self, windows: Iterable[Window]) -> None:
         """Walk the stream to its end."""
         self.executor.run(windows)
+
+    def microbatches(self) -> list[Microbatch]:
+        """The ones whose forward this stage has run last. Any thread may ask."""
+        last = self.executor.timeline[-_LAST:]
+        return [timed.action.microbatch for timed in last if timed.action.kind == "F" and timed.action.microbatch]
 
     def _meet(self, entry: Entry) -> None:
         if entry.kind == "reset":

@@ -120,6 +120,7 @@ def test_an_added_adapter_is_resumed_too(tmp_path, model, adapters):
     endless = [adapters[0] | {"max_steps": ENDLESS, "lr_scheduler_type": "constant"}]
     with pytest.raises(RuntimeError, match="crash"):
         mlora.train(config(model, endless, folder, save_steps=2), on_step=on_step)
+    assert list(json.loads((folder / "run.json").read_text())["data"]) == ["a", "b"]
     ended = mlora.train(
         config(model, endless, folder), resume="auto", on_step=lambda r: "end" if r.adapter == "a" else None
     )

@@ -342,7 +342,7 @@ def test_adding_a_key_is_a_decision():
 
     assert keys(RunConfig) == (
         "base_model adapters output_dir dtype device quantization double_quantization quantization_skip_modules "
-        "microbatch_tokens max_active pipeline recompute save_steps save_seconds save_total_limit"
+        "microbatch_tokens max_active pipeline recompute save_steps save_seconds save_total_limit report_to"
     )
     assert keys(PipelineConfig) == "stages replicas layers in_flight transport"
     assert keys(DatasetConfig) == (
@@ -380,6 +380,7 @@ def test_adding_a_flag_is_a_decision():
         "--set --max-new-tokens --temperature --top-p --seed --batch-size",
         "eval": "-h --help adapters --base --with-base --dtype --device --json --file --set",
         "compare": "-h --help runs --picture",
+        "report": "-h --help run_dir --output",
         "env": "-h --help",
     }
 
