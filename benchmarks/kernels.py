@@ -27,6 +27,8 @@ from tests.kernels.lora_cases import bank_of, products_of_dy, routing_of
 
 D, INNER, HEADS = 4096, 14336, Heads(query=32, key_value=8, size=128)
 QKV, OUT, GATE_UP, DOWN = (4096, 1024, 1024), (D,), (INNER, INNER), (D,)
+LINEARS = (("qkv", QKV, D), ("o", OUT, D), ("gate_up", GATE_UP, D), ("down", DOWN, INNER))
+PARTS = ["products", "elementwise", "attention", "frozen", "border", "loss"]
 BF16 = torch.bfloat16
 
 
@@ -91,11 +93,22 @@ class Cases:
         show("attention backward", lambda: attention_backward(out, out, kept, qkv, HEADS, self.routing), 0)
 
     def frozen(self) -> None:
-        for name, widths, in_width in (("qkv", QKV, D), ("o", OUT, D), ("gate_up", GATE_UP, D), ("down", DOWN, INNER)):
+        for name, widths, in_width in LINEARS:
             x, w = random(self.rows, in_width), random(sum(widths), in_width)
             y = x @ w.T
             show(f"frozen {name} y", lambda x=x, w=w: torch.nn.functional.linear(x, w), 0, 2 * x.numel() * w.shape[0])
             show(f"frozen {name} dx", lambda y=y, w=w: y @ w, 0, 2 * x.numel() * w.shape[0])
+
+    def border(self) -> None:
+        """The other way to add the adapters' part: 16 more columns of the weight for each adapter, B in them for y, A for dx."""
+        extra = 16 * len(self.adapters)
+        for name, widths, in_width in LINEARS:
+            x, w = random(self.rows, in_width + extra), random(sum(widths), in_width + extra)
+            dy, w_dx = random(self.rows, sum(widths) + extra), random(sum(widths) + extra, in_width)
+            y = x @ w.T
+            show(f"bordered {name} y", lambda x=x, w=w: torch.nn.functional.linear(x, w), 0, 2 * x.numel() * w.shape[0])
+            show(f"bordered {name} dx", lambda dy=dy, w=w_dx: dy @ w, 0, 2 * dy.numel() * in_width)
+            show(f"bordered {name} y += x w", lambda x=x, w=w, y=y: y.addmm_(x, w.T), 0, 2 * x.numel() * w.shape[0])
 
     def loss(self) -> None:
         hidden, head = random(self.rows, D), random(128256, D)
@@ -120,14 +133,14 @@ def main() -> None:
     for name, value in (("adapters", 8), ("samples", 16), ("tokens", 512), ("r", 16)):
         parser.add_argument(f"--{name}", type=int, default=value)
     parser.add_argument("--dropout", type=float, default=0.0)
-    parser.add_argument("--parts", nargs="*", default=["products", "elementwise", "attention", "frozen", "loss"])
+    parser.add_argument("--parts", nargs="*", default=PARTS)
     options = parser.parse_args()
     cases = Cases(options.adapters, options.samples, options.tokens, options.r, options.dropout)
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {vars(options)}")
     if "products" in options.parts:
-        for name, widths, in_width in (("qkv", QKV, D), ("o", OUT, D), ("gate_up", GATE_UP, D), ("down", DOWN, INNER)):
+        for name, widths, in_width in LINEARS:
             cases.products(name, widths, in_width)
-    for part in ("elementwise", "attention", "frozen", "loss"):
+    for part in PARTS[1:]:
         if part in options.parts:
             getattr(cases, part)()
 
