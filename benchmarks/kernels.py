@@ -100,7 +100,7 @@ class Cases:
             show(f"frozen {name} dx", lambda y=y, w=w: y @ w, 0, 2 * x.numel() * w.shape[0])
 
     def border(self) -> None:
-        """The other way to add the adapters' part: 16 more columns of the weight for each adapter, B in them for y, A for dx."""
+        """The other way: 16 more columns of the weight for each adapter, B in them for y, A for dx."""
         extra = 16 * len(self.adapters)
         for name, widths, in_width in LINEARS:
             x, w = random(self.rows, in_width + extra), random(sum(widths), in_width + extra)
