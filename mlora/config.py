@@ -34,8 +34,6 @@ _REFUSED: dict[str, tuple[tuple[object, ...], str]] = {
     "modules_to_save": ((None, []), "full copies of modules would not be shared between adapters"),
     "trainable_token_indices": ((None, []), "the embedding is frozen and shared"),
     "layer_replication": ((None, []), "the frozen model is shared as it stands"),
-    "rank_pattern": ((None, {}), "one rank per adapter; give the modules to two adapters instead"),
-    "alpha_pattern": ((None, {}), "one lora_alpha per adapter"),
     "target_parameters": ((None, []), "only linear modules carry adapters"),
     "fan_in_fan_out": ((False, None), "Llama-family models have no Conv1D layers"),
     "lora_bias": ((False, None), "PEFT cannot merge it and vLLM refuses it"),
@@ -107,6 +105,8 @@ class AdapterConfig:
     dataset: DatasetConfig | tuple[DatasetConfig, ...]
     r: int = 16
     lora_alpha: float = 32
+    rank_pattern: Mapping[str, int] = field(default_factory=dict)  # another r for modules, by pattern as in PEFT
+    alpha_pattern: Mapping[str, float] = field(default_factory=dict)  # and another lora_alpha
     lora_dropout: float = 0.0
     target_modules: str | tuple[str, ...] = "all-linear"
     exclude_modules: str | tuple[str, ...] | None = None
@@ -115,6 +115,7 @@ class AdapterConfig:
     init_lora_weights: bool | str = True
     init_from: Path | None = None  # begin with the matrices of this adapter in PEFT's form
     learning_rate: float = 2e-4
+    loraplus_lr_ratio: float = 1.0  # LoRA+: B's rate is so many times learning_rate
     lr_scheduler_type: Literal["constant", "constant_with_warmup", "linear", "cosine"] = "cosine"
     warmup_steps: float = 0.03  # below 1: a share of all steps, as in transformers 5
     num_train_epochs: float = 3
@@ -159,9 +160,18 @@ class AdapterConfig:
     def rows_per_step(self) -> int:
         return self.per_device_train_batch_size * self.gradient_accumulation_steps
 
+    def rank(self, module: str) -> int:
+        """Of a module, by its global name."""
+        return _by_pattern(self.rank_pattern, module, self.r)
+
+    def scaling(self, module: str) -> float:
+        """How much B·A of a module counts."""
+        r, alpha = self.rank(module), _by_pattern(self.alpha_pattern, module, self.lora_alpha)
+        return alpha / (math.sqrt(r) if self.use_rslora else r)
+
     @property
-    def scaling(self) -> float:
-        return self.lora_alpha / (math.sqrt(self.r) if self.use_rslora else self.r)
+    def largest_rank(self) -> int:
+        return max([self.r, *self.rank_pattern.values()])
 
     def __post_init__(self) -> None:
         place = f"adapters[{self.name}]"
@@ -173,12 +183,20 @@ class AdapterConfig:
                 raise UserError(f"{place}.{key}: {value} is outside {low} … {high}")
         if self.lora_alpha == 0:
             raise UserError(f"{place}.lora_alpha: 0 would make the adapter do nothing; write a positive number")
+        _check_pattern(self.rank_pattern, 4096, f"{place}.rank_pattern")
+        _check_pattern(self.alpha_pattern, 1e9, f"{place}.alpha_pattern")
         if self.max_steps == 0:
             raise UserError(f"{place}.max_steps: 0 trains nothing; write -1 to count in num_train_epochs instead")
-        _check_init(self.init_lora_weights, self.r, place)
+        for r in (self.r, *self.rank_pattern.values()):
+            _check_init(self.init_lora_weights, r, place)
         _check_targets(self, place)
         _check_weights(self.sources, place)
         _check_evaluation(self, place)
+
+
+def _by_pattern(patterns: Mapping[str, Any], module: str, default: Any) -> Any:
+    """The value of the first pattern that matches the whole name or its last parts, as in PEFT."""
+    return next((value for key, value in patterns.items() if re.match(rf"(.*\.)?({key})$", module)), default)
 
 
 _RANGES: tuple[tuple[str, float, float], ...] = (
@@ -186,6 +204,7 @@ _RANGES: tuple[tuple[str, float, float], ...] = (
     ("lora_alpha", 0, 1e9),
     ("lora_dropout", 0.0, 0.99),
     ("learning_rate", 0.0, 1e9),
+    ("loraplus_lr_ratio", 1e-6, 1e6),
     ("warmup_steps", 0, 1e12),
     ("num_train_epochs", 1e-9, 1e9),
     ("max_steps", -1, 1e12),
@@ -496,6 +515,16 @@ def _check_init(value: object, r: int, place: str) -> None:
         raise UserError(f"{place}.r: {r} is odd, and orthogonal shares the ranks evenly between A and B; write {r + 1}")
 
 
+def _check_pattern(patterns: Mapping[str, float], high: float, place: str) -> None:
+    for pattern, value in patterns.items():
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            raise UserError(f"{place}: {pattern!r} is no valid regular expression: {error}") from None
+        if not 0 < value <= high:
+            raise UserError(f"{place}: {pattern}: {value:g} is not a positive number up to {high:g}")
+
+
 def _check_targets(adapter: AdapterConfig, place: str) -> None:
     targets = adapter.target_modules
     for target in (targets,) if isinstance(targets, str) else targets:
@@ -564,9 +593,8 @@ def _as(option: Any, value: object) -> Any:
         return value if value in option.__args__ else _NO
     if origin is tuple:
         return _as_tuple(option.__args__[0], value)
-    if origin is not None:  # Mapping[str, str]
-        good = isinstance(value, Mapping) and all(isinstance(x, str) for pair in value.items() for x in pair)
-        return dict(typing.cast("Mapping[str, str]", value)) if good else _NO
+    if origin is not None:
+        return _as_mapping(option.__args__[1], value)
     if option in (int, float):
         return _as_number(option, value)
     if option is Path:
@@ -588,6 +616,13 @@ def _as_tuple(item: Any, value: object) -> Any:
     return _NO if _NO in items else items
 
 
+def _as_mapping(item: Any, value: object) -> Any:
+    if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
+        return _NO
+    items = {key: _as(item, x) for key, x in value.items()}
+    return _NO if _NO in items.values() else items
+
+
 def _as_number(option: type, value: object) -> Any:
     """YAML 1.1 reads 2e-4 as text, so text that is a number counts as one."""
     if isinstance(value, bool) or not isinstance(value, int | float | str):
@@ -605,7 +640,7 @@ def _name(option: Any) -> str:
     if typing.get_origin(option) is tuple:
         return "a list"
     if typing.get_origin(option) is not None:
-        return "a mapping of names"
+        return "a block of names"
     names = {int: "a whole number", float: "a number", str: "text", bool: "true or false", Path: "a path"}
     return names.get(option, "nothing")
 

@@ -70,11 +70,12 @@ def _stored(kind: str) -> str:
 def _merged(checkpoint: Checkpoint, adapter: Trained, plan: TensorPlan) -> torch.Tensor:
     """The tensor as it is to be written; those without an adapter are the base's."""
     weight, dtype = checkpoint.tensor(plan.name), getattr(torch, plan.dtype)
-    pair = adapter.matrices.get(plan.name.removesuffix(".weight"))
+    name = plan.name.removesuffix(".weight")
+    pair = adapter.matrices.get(name)
     if pair is not None:
         wide = torch.promote_types(weight.dtype, torch.float32)
         a_RD, b_RO = (x.to(wide) for x in pair)
-        weight = weight.to(wide, copy=True).addmm_(b_RO.T, a_RD, alpha=adapter.config.scaling)
+        weight = weight.to(wide, copy=True).addmm_(b_RO.T, a_RD, alpha=adapter.config.scaling(name))
     weight = weight.to(dtype)
     if not bool(weight.isfinite().all()):
         raise UserError(f"{plan.name}: not finite in {plan.dtype} once merged; give --dtype float32 or bfloat16")

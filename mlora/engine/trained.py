@@ -93,10 +93,11 @@ def check_fits(adapter: Trained, spec: ModelSpec) -> tuple[str, ...]:
         targets = match_targets(adapter.config, spec.num_layers)
     except UserError as error:
         raise UserError(f"{adapter_files(adapter.folder)[0]}: {error}") from None
-    shapes, r = linear_shapes(spec), adapter.config.r
+    shapes = linear_shapes(spec)
     for name in sorted({*targets, *adapter.matrices}):
         found = [list(x.shape) for x in adapter.matrices.get(name, ())]
         out_features, in_features = shapes.get(name.split(".")[-1], (0, 0))
+        r = adapter.config.rank(name)
         wanted = [[r, in_features], [r, out_features]] if name in targets else []
         if found != wanted:
             raise UserError(

@@ -296,4 +296,4 @@ def test_warnings_name_what_vllm_will_refuse(keys, expected):
 def test_the_form_of_rslora_that_the_warning_names_scales_alike():
     (warning,) = deployment_warnings(_config(r=16, lora_alpha=8, use_rslora=True))
     assert "llama.cpp" in warning and warning.endswith("lora_alpha 32")
-    assert _config(r=16, lora_alpha=8, use_rslora=True).scaling == _config(r=16, lora_alpha=32).scaling
+    assert _config(r=16, lora_alpha=8, use_rslora=True).scaling("") == _config(r=16, lora_alpha=32).scaling("")
