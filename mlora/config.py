@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import difflib
+import itertools
 import math
 import re
 import types
@@ -42,6 +43,7 @@ _REFUSED: dict[str, tuple[tuple[object, ...], str]] = {
     "task_type": (("CAUSAL_LM", None), "only causal language models are trained"),
     "peft_type": (("LORA", None), "only LoRA adapters are trained"),
 }
+GRID = {"r": "r", "learning_rate": "lr", "lora_alpha": "alpha"}  # what a grid is over, and how a name tells it
 REFUSED_KEYS = frozenset(_REFUSED)
 # Keys of transformers and Axolotl for what has another name here.
 _ELSEWHERE = {
@@ -376,6 +378,8 @@ def parse_config(tree: Mapping[str, Any], base: str | Path = ".") -> RunConfig:
     entries = tree.pop("adapters", None)
     if not isinstance(entries, list):
         raise UserError(f"adapters: expected a list of adapters, found {_kind(entries)}")
+    entries = [made for entry in entries for made in _grid(entry, defaults)]
+    defaults.pop("grid", None)
     adapters = tuple(_adapter(entry, defaults, i, base) for i, entry in enumerate(entries))
     tree = names.canonical(tree, names.RUN, "", _elsewhere(RunConfig, AdapterConfig, names.ADAPTER))
     if "base_model" not in tree:
@@ -397,6 +401,39 @@ def _pipeline(tree: object) -> PipelineConfig:
         raise UserError(f"pipeline: expected a block such as {{stages: 2}}, found {_kind(tree)}")
     _known(PipelineConfig, tree, "pipeline")
     return PipelineConfig(**{k: _convert(PipelineConfig, k, value, f"pipeline.{k}") for k, value in tree.items()})
+
+
+def _grid(entry: object, defaults: Mapping[str, Any]) -> list[Any]:
+    """The entry once for each combination of its grid's values, which its name then tells; itself if it has none."""
+    if not isinstance(entry, Mapping) or entry.get("name") is None:
+        return [entry]
+    grid = entry.get("grid", defaults.get("grid")) or {}
+    place = f"adapters[{entry['name']}].grid"
+    if not isinstance(grid, Mapping):
+        raise UserError(f"{place}: expected lists of values such as {{r: [8, 16]}}, found {_kind(grid)}")
+    grid = names.canonical(grid, names.ADAPTER, place, {})
+    for key, values in grid.items():
+        if key not in GRID:
+            raise UserError(f"{place}.{key}: a grid is over {', '.join(GRID)}")
+        if not isinstance(values, list) or not values:
+            raise UserError(f"{place}.{key}: expected a list of values, found {_kind(values)}")
+        if key in entry:
+            raise UserError(f"{place}.{key}: adapters[{entry['name']}].{key} is given too; keep one of them")
+    own = {key: value for key, value in entry.items() if key != "grid"}
+    if not grid:
+        return [own]
+    made = []
+    for values in itertools.product(*grid.values()):
+        point = {key: _convert(AdapterConfig, key, x, f"{place}.{key}") for key, x in zip(grid, values, strict=True)}
+        name = "-".join([str(entry["name"]), *(GRID[key] + _short(x) for key, x in point.items())])
+        made.append(own | point | {"name": name})
+    return made
+
+
+def _short(value: float) -> str:
+    """As it stands in a name: 16, 0.5, 1e-4."""
+    mantissa, exponent = f"{value:e}".split("e")
+    return f"{value:g}" if 0.01 <= value < 1e6 or value == 0 else f"{float(mantissa):g}e{int(exponent)}"
 
 
 def _adapter(entry: object, defaults: Mapping[str, Any], index: int, base: Path) -> AdapterConfig:
@@ -617,6 +654,7 @@ def _as_tuple(item: Any, value: object) -> Any:
 
 
 def _as_mapping(item: Any, value: object) -> Any:
+    value = {} if value is None else value
     if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
         return _NO
     items = {key: _as(item, x) for key, x in value.items()}
@@ -640,7 +678,7 @@ def _name(option: Any) -> str:
     if typing.get_origin(option) is tuple:
         return "a list"
     if typing.get_origin(option) is not None:
-        return "a block of names"
+        return "a mapping of names"
     names = {int: "a whole number", float: "a number", str: "text", bool: "true or false", Path: "a path"}
     return names.get(option, "nothing")
 

@@ -43,8 +43,8 @@ def clip_coefficient(norm: float, max_grad_norm: float) -> float:
 class Optimizer:
     """torch's own AdamW or SGD on the flat master, or on a GPU AdamW as one kernel.
 
-    With LoRA+ (Hayou et al., 2024) the matrices are parameters of their own, those of B with a rate of their own. A step
-    that is skipped leaves moments and AdamW's count alone.
+    With LoRA+ (Hayou et al., 2024) the matrices are parameters of their own, those of B with a rate of their own.
+    A step that is skipped leaves moments and AdamW's count alone.
     """
 
     def __init__(self, state: AdapterState) -> None:

@@ -21,6 +21,7 @@ from mlora.engine.init_from import load_initial
 from mlora.engine.layout import first_layers
 from mlora.engine.output import CHECKPOINTS, METRICS, PICTURE, TRACE, check_output, leave_output, take_output
 from mlora.engine.prepare import prepare, prepare_adapter
+from mlora.engine.ranking import ranking
 from mlora.engine.recorder import Recorder, print_table
 from mlora.engine.replicas import deal, first_stage, hand_over, receive_all
 from mlora.engine.requests import Requests
@@ -128,6 +129,7 @@ class Leader:
             signal=requests.signal,
         )
         print_table(results)
+        print(ranking(self._adapters), end="", flush=True)
         status.write(at_once=True)
         leave_output(config.output_dir, lock, complete=not results.failed and requests.signal is None)
         return results

@@ -143,7 +143,9 @@ def fitted(
     if device.type == "cpu":
         tokens, recompute = _ON_CPU, False
     else:
-        active = sorted(adapters, key=lambda adapter: -sum(map(adapter.config.rank, adapter.targets)))[: config.max_active]
+        active = sorted(adapters, key=lambda adapter: -sum(map(adapter.config.rank, adapter.targets)))[
+            : config.max_active
+        ]
         model = MemoryModel(
             spec=spec,
             dtype=choose_dtype(config.dtype, device),
