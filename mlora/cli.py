@@ -21,8 +21,13 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+    from transformers import PreTrainedTokenizerBase
+
+    from mlora.engine.generate import Answer
+    from mlora.engine.use import Models
 
 _TRAIN_EPILOG = "Everything else is a key of the file, such as --set defaults.learning_rate=1e-4."
+_NPROC = "start N processes on this host, as torchrun would"
 _STARTER_MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
 _OK, _BUG, _USER, _FAILED, _INTERRUPTED = 0, 1, 2, 3, 128 + 2
 
@@ -30,11 +35,14 @@ _OK, _BUG, _USER, _FAILED, _INTERRUPTED = 0, 1, 2, 3, 128 + 2
 def main(argv: list[str] | None = None) -> int:
     """Run one command. Exit codes: 0 all adapters ended, 2 the user's mistake, 3 an adapter failed, 1 our bug,
     128 + n signal n."""
+    argv = sys.argv[1:] if argv is None else argv
     arguments = _parser().parse_args(argv)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("default", Note)
             warnings.showwarning = _shower(warnings.showwarning)
+            if vars(arguments).get("nproc") is not None and not _is_started(arguments.nproc):
+                return _run_in_processes(arguments.nproc, argv)
             return arguments.run(arguments)
     except BrokenPipeError:  # whoever read our output has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -74,7 +82,7 @@ def _parser() -> argparse.ArgumentParser:
     again.add_argument("--resume", metavar="auto|RUN", help="go on with it, or from another run's checkpoints")
     again.add_argument("--allow-changed", action="store_true", help="resume even where keys or data have changed")
     processes = train.add_argument_group("processes")
-    processes.add_argument("--nproc", type=int, metavar="N", help="start N on this host, as torchrun would")
+    processes.add_argument("--nproc", type=int, metavar="N", help=_NPROC)
     train.set_defaults(run=_train)
     plan = commands.add_parser("plan", help="show stages, order and predicted bubble, without training")
     plan.add_argument("config", help="a YAML file")
@@ -177,11 +185,24 @@ def _add_models(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"))
     parser.add_argument("--json", action="store_true", help="a JSON object per line")
+    parser.add_argument("--stages", type=int, metavar="S", help="cut the model into S stages of one process")
+    parser.add_argument("--nproc", type=int, metavar="N", help=f"{_NPROC}, a stage in each")
+
+
+def _models(arguments: argparse.Namespace) -> Models:
+    from mlora.engine.use import Models
+
+    return Models(
+        arguments.adapters,
+        base=arguments.base,
+        with_base=arguments.with_base,
+        dtype=arguments.dtype,
+        device=arguments.device,
+        stages=arguments.stages,
+    )
 
 
 def _train(arguments: argparse.Namespace) -> int:
-    if arguments.nproc is not None:
-        return _train_in_processes(arguments)
     from mlora.pipeline.transport.liveness import tell_launcher
 
     try:
@@ -202,23 +223,27 @@ def _train(arguments: argparse.Namespace) -> int:
     return _OK
 
 
-def _train_in_processes(arguments: argparse.Namespace) -> int:
-    """torch's own launcher, with the arguments of this command."""
+def _is_started(nproc: int) -> bool:
+    """Whether this is one of the processes. Raises UserError for a number that cannot be."""
+    from mlora.engine.world import torchrun_world
+
+    world = torchrun_world()
+    if nproc < 1 or (world is not None and world.size != nproc):
+        here = f", and {world.size} are started already" if world else ""
+        raise UserError(f"--nproc {nproc}: give a positive number of processes{here}")
+    return world is not None
+
+
+def _run_in_processes(nproc: int, argv: list[str]) -> int:
+    """torch's own launcher, with this same command."""
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import main as torchrun
 
-    if arguments.nproc < 1:
-        raise UserError(f"--nproc {arguments.nproc}: give a positive number of processes")
-    threads = max(1, len(os.sched_getaffinity(0)) // arguments.nproc)
+    threads = max(1, len(os.sched_getaffinity(0)) // nproc)
     os.environ.setdefault("OMP_NUM_THREADS", str(threads))  # else torchrun takes 1, with a banner
-    command = ["-m", "mlora", "train", arguments.config]
-    command += [word for override in arguments.set for word in ("--set", override)]
-    command += ["--overwrite"] if arguments.overwrite else []
-    command += ["--resume", arguments.resume] if arguments.resume else []
-    command += ["--allow-changed"] if arguments.allow_changed else []
     try:
-        torchrun(["--standalone", "--nproc-per-node", str(arguments.nproc), *command])
+        torchrun(["--standalone", "--nproc-per-node", str(nproc), "-m", "mlora", *argv])
     except SignalException as signal:
         return 128 + signal.sigval
     except ChildFailedError as error:
@@ -338,7 +363,7 @@ def _export(arguments: argparse.Namespace) -> int:
 
 
 def _generate(arguments: argparse.Namespace) -> int:
-    from mlora.engine.generate import Generator, Sampling, read_prompts, text_prompt
+    from mlora.engine.generate import Sampling, generate, read_prompts, text_prompt
 
     sampling = Sampling(
         max_new_tokens=arguments.max_new_tokens,
@@ -350,39 +375,30 @@ def _generate(arguments: argparse.Namespace) -> int:
         raise UserError("--system and --plain go with --prompt; in a file the rows say it")
     if arguments.prompt and arguments.set:
         raise UserError("--set: says how to read --file; leave it out with --prompt")
-    generator = Generator(
-        arguments.adapters,
-        base=arguments.base,
-        with_base=arguments.with_base,
-        dtype=arguments.dtype,
-        device=arguments.device,
-        batch_size=arguments.batch_size,
-    )
-    if arguments.file:
-        prompts = read_prompts(data_config(arguments.file, arguments.set), generator.tokenizer)
-    else:
-        prompts = [text_prompt(t, arguments.system, arguments.plain, generator.tokenizer) for t in arguments.prompt]
-    for answer in generator.answers(prompts, sampling):
+
+    def ask(tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
+        if arguments.file:
+            return read_prompts(data_config(arguments.file, arguments.set), tokenizer)
+        return [text_prompt(text, arguments.system, arguments.plain, tokenizer) for text in arguments.prompt]
+
+    def show(answer: Answer) -> None:
         if arguments.json:
             print(json.dumps(asdict(answer), ensure_ascii=False), flush=True)
         else:
-            print(
-                f"[{answer.prompt + 1}] {answer.adapter}{'' if answer.ended else ' (cut)'}: {answer.text}", flush=True
-            )
+            end = "" if answer.ended else " (cut)"
+            print(f"[{answer.prompt + 1}] {answer.adapter}{end}: {answer.text}", flush=True)
+
+    generate(_models(arguments), ask, sampling, arguments.batch_size, show)
     return _OK
 
 
 def _eval(arguments: argparse.Namespace) -> int:
     from mlora.engine.evaluate import evaluate, evaluation_table
+    from mlora.engine.world import is_first_rank
 
-    found = evaluate(
-        arguments.adapters,
-        data_config(arguments.file, arguments.set),
-        base=arguments.base,
-        with_base=arguments.with_base,
-        dtype=arguments.dtype,
-        device=arguments.device,
-    )
+    found = evaluate(_models(arguments), data_config(arguments.file, arguments.set))
+    if not is_first_rank():
+        return _OK
     if arguments.json:
         for evaluation in found:
             print(json.dumps(asdict(evaluation) | {"perplexity": evaluation.perplexity}))

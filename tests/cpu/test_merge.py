@@ -21,6 +21,7 @@ from mlora.engine.evaluate import evaluate
 from mlora.engine.merge import merge
 from mlora.engine.portable import export_portable
 from mlora.engine.prepare import cache_folder
+from mlora.engine.use import Models
 from mlora.models.tokenizer import load_tokenizer
 from mlora.tasks import SftTask
 from tests.cpu.runs import run, write_rows
@@ -183,7 +184,7 @@ def _reference(base, adapter, path):
 
 def test_loss_and_accuracy_are_those_of_transformers(trained, tmp_path):
     path = write_rows(tmp_path / "held-out.jsonl", 40, seed=5, longest=40)
-    found = evaluate([trained], data_config(path), with_base=True)
+    found = evaluate(Models([trained], with_base=True), data_config(path))
     assert [evaluation.adapter for evaluation in found] == ["base", "layer", "mixed", "rs", "wide"]
     for evaluation in found:
         adapter = None if evaluation.adapter == "base" else trained / "adapters" / evaluation.adapter
@@ -197,8 +198,11 @@ def test_loss_and_accuracy_are_those_of_transformers(trained, tmp_path):
 
 def test_an_adapters_loss_is_the_same_alone(trained, tmp_path):
     path = write_rows(tmp_path / "held-out.jsonl", 20, seed=5)
-    together = evaluate([trained], data_config(path), with_base=True)
-    assert evaluate([trained / "adapters" / "rs"], data_config(path)) == [e for e in together if e.adapter == "rs"]
+    together = evaluate(Models([trained], with_base=True), data_config(path))
+    alone = evaluate(Models([trained / "adapters" / "rs"]), data_config(path))
+    assert alone == [e for e in together if e.adapter == "rs"]
+    for stages in (2, 3):
+        assert evaluate(Models([trained], with_base=True, stages=stages), data_config(path)) == together
 
 
 def test_the_command_prints_a_table_or_json(trained, tmp_path, capsys):
