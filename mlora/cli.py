@@ -41,7 +41,7 @@ def main(argv: list[str] | None = None) -> int:
         with warnings.catch_warnings():
             warnings.simplefilter("default", Note)
             warnings.showwarning = _shower(warnings.showwarning)
-            if vars(arguments).get("nproc") is not None and not _is_started(arguments.nproc):
+            if vars(arguments).get("nproc") is not None:
                 return _run_in_processes(arguments.nproc, argv)
             return arguments.run(arguments)
     except BrokenPipeError:  # whoever read our output has seen enough
@@ -223,23 +223,17 @@ def _train(arguments: argparse.Namespace) -> int:
     return _OK
 
 
-def _is_started(nproc: int) -> bool:
-    """Whether this is one of the processes. Raises UserError for a number that cannot be."""
-    from mlora.engine.world import torchrun_world
-
-    world = torchrun_world()
-    if nproc < 1 or (world is not None and world.size != nproc):
-        here = f", and {world.size} are started already" if world else ""
-        raise UserError(f"--nproc {nproc}: give a positive number of processes{here}")
-    return world is not None
-
-
 def _run_in_processes(nproc: int, argv: list[str]) -> int:
     """torch's own launcher, with this same command."""
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import main as torchrun
 
+    if nproc < 1:
+        raise UserError(f"--nproc {nproc}: give a positive number of processes")
+    own = argparse.ArgumentParser(add_help=False)
+    own.add_argument("--nproc")
+    _, argv = own.parse_known_args(argv)
     threads = max(1, len(os.sched_getaffinity(0)) // nproc)
     os.environ.setdefault("OMP_NUM_THREADS", str(threads))  # else torchrun takes 1, with a banner
     try:
