@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import os
 import platform
+import signal
 import sys
 import warnings
+from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import asdict
+from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 import mlora
 from mlora.config import data_config
@@ -37,25 +41,75 @@ def main(argv: list[str] | None = None) -> int:
     128 + n signal n."""
     argv = sys.argv[1:] if argv is None else argv
     arguments = _parser().parse_args(argv)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # where LANG's letters are few
+    trains = arguments.run is _train
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("default", Note)
             warnings.showwarning = _shower(warnings.showwarning)
             if vars(arguments).get("nproc") is not None:
                 return _run_in_processes(arguments.nproc, argv)
-            return arguments.run(arguments)
+            if "engine" in arguments:
+                _load(f"mlora.engine.{arguments.engine}")
+            code = arguments.run(arguments)
+            sys.stdout.flush()
+            return code
     except BrokenPipeError:  # whoever read our output has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _silence(sys.stdout)
         return 1
     except UserError as error:
         print(f"mlora: {error}", file=sys.stderr)
         return _USER
     except Interrupted as stopped:
-        print("mlora: interrupted; --resume auto goes on from the checkpoints", file=sys.stderr)
+        more = "; --resume auto goes on from the checkpoints" if trains else ""
+        print(f"mlora: interrupted{more}", file=sys.stderr)
         return 128 + stopped.signal
     except KeyboardInterrupt:
-        print("mlora: interrupted before the training", file=sys.stderr)
+        print(f"mlora: interrupted{' before the training' if trains else ''}", file=sys.stderr)
         return _INTERRUPTED
+
+
+def _load(module: str) -> None:
+    """Import with Ctrl-C ending the process at once: raised inside a library's own code the exception may abort it."""
+    before = signal.signal(signal.SIGINT, _end)
+    try:
+        import_module(module)
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _end(*_: object) -> None:
+    sys.stderr.write("mlora: interrupted\n")
+    sys.stderr.flush()
+    os._exit(_INTERRUPTED)
+
+
+def _silence(stream: TextIO) -> None:
+    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+
+class _Lasting:
+    """A stream that goes on into nothing once its reader has gone, so that ``| head`` does not end a training."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        self._unless_gone(lambda: self._stream.write(text))
+        return len(text)
+
+    def flush(self) -> None:
+        self._unless_gone(self._stream.flush)
+
+    def _unless_gone(self, call: Callable[[], object]) -> None:
+        try:
+            call()
+        except BrokenPipeError:
+            _silence(self._stream)
 
 
 def _shower(others: Callable[..., None]) -> Callable[..., None]:
@@ -83,34 +137,34 @@ def _parser() -> argparse.ArgumentParser:
     again.add_argument("--allow-changed", action="store_true", help="resume even where keys or data have changed")
     processes = train.add_argument_group("processes")
     processes.add_argument("--nproc", type=int, metavar="N", help=_NPROC)
-    train.set_defaults(run=_train)
+    train.set_defaults(run=_train, engine="run")
     plan = commands.add_parser("plan", help="show stages, order and predicted bubble, without training")
     plan.add_argument("config", help="a YAML file")
     plan.add_argument("--stages", type=int, required=True, metavar="S", help="number of stages")
     plan.add_argument("--set", action="append", default=[], metavar="A.B=C", help="change one key of the file")
     plan.add_argument("--picture", default="plan.svg", metavar="FILE", help="where the picture goes (plan.svg)")
-    plan.set_defaults(run=_plan)
+    plan.set_defaults(run=_plan, engine="plan")
     status = commands.add_parser("status", help="show the adapters of a run, live or dead")
     status.add_argument("run_dir", metavar="RUN", help="the run's folder")
     status.add_argument("--json", action="store_true", help="as JSON")
-    status.set_defaults(run=_status)
+    status.set_defaults(run=_status, engine="status")
     add = commands.add_parser("add", help="add the adapters of a file to a run while it runs")
     add.add_argument("run_dir", metavar="RUN", help="the run's folder")
     add.add_argument("file", metavar="FILE", help="a YAML file with adapters, and defaults if need be")
-    add.set_defaults(run=_add)
+    add.set_defaults(run=_add, engine="inbox")
     stop = commands.add_parser("stop", help="end an adapter of a run behind its current step, and export it")
     stop.add_argument("run_dir", metavar="RUN", help="the run's folder")
     stop.add_argument("name", metavar="NAME", help="the adapter")
-    stop.set_defaults(run=_stop)
+    stop.set_defaults(run=_stop, engine="inbox")
     verify = commands.add_parser("verify", help="load a run's adapters with PEFT and compare logits with the engine's")
     verify.add_argument("output_dir", help="the run's folder")
-    verify.set_defaults(run=_verify)
+    verify.set_defaults(run=_verify, engine="verify")
     check = commands.add_parser(
         "check", help="read and tokenize everything, show what would be trained on, train nothing"
     )
     check.add_argument("config", help="a YAML file")
     check.add_argument("--set", action="append", default=[], metavar="A.B=C", help="change one key of the file")
-    check.set_defaults(run=_check)
+    check.set_defaults(run=_check, engine="check")
     schema = commands.add_parser("schema", help="print a JSON schema of configuration files, for completion in editors")
     schema.set_defaults(run=_schema)
     init = commands.add_parser("init", help="write a commented configuration file for data files")
@@ -131,14 +185,14 @@ def _add_after_training(commands: argparse._SubParsersAction[argparse.ArgumentPa
     merge.add_argument("output", metavar="FOLDER", help="a new folder")
     merge.add_argument("--base", metavar="MODEL", help="the base model, if not where the adapter says")
     merge.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="of the result (the base's own)")
-    merge.set_defaults(run=_merge)
+    merge.set_defaults(run=_merge, engine="merge")
     export = commands.add_parser("export", help="write an adapter in another form")
     export.add_argument("adapter", metavar="ADAPTER", help="the adapter's folder, such as RUN/adapters/NAME")
     export.add_argument("output", metavar="FOLDER", help="a new folder")
     export.add_argument(
         "--portable", action="store_true", required=True, help="rsLoRA's scaling folded into lora_alpha"
     )
-    export.set_defaults(run=_export)
+    export.set_defaults(run=_export, engine="portable")
     generate = commands.add_parser("generate", help="let adapters, or their base model, answer prompts")
     _add_models(generate)
     asked = generate.add_mutually_exclusive_group(required=True)
@@ -158,7 +212,7 @@ def _add_after_training(commands: argparse._SubParsersAction[argparse.ArgumentPa
     )
     generate.add_argument("--seed", type=int, default=42, metavar="N", help="of the draws (42)")
     generate.add_argument("--batch-size", type=int, default=16, metavar="N", help="answers made at once (16)")
-    generate.set_defaults(run=_generate)
+    generate.set_defaults(run=_generate, engine="generate")
     evaluate = commands.add_parser(
         "eval", help="loss, perplexity and accuracy of adapters, or their base model, on a file"
     )
@@ -167,11 +221,11 @@ def _add_after_training(commands: argparse._SubParsersAction[argparse.ArgumentPa
     evaluate.add_argument(
         "--set", action="append", default=[], metavar="A.B=C", help="how to read FILE: max_length=2048"
     )
-    evaluate.set_defaults(run=_eval)
+    evaluate.set_defaults(run=_eval, engine="evaluate")
     compare = commands.add_parser("compare", help="the adapters of several runs side by side")
     compare.add_argument("runs", nargs="+", metavar="RUN", help="a run's folder")
     compare.add_argument("--picture", metavar="FILE", help="draw the losses as PNG (needs matplotlib)")
-    compare.set_defaults(run=_compare)
+    compare.set_defaults(run=_compare, engine="compare")
 
 
 def _add_models(parser: argparse.ArgumentParser) -> None:
@@ -206,13 +260,14 @@ def _train(arguments: argparse.Namespace) -> int:
     from mlora.pipeline.transport.liveness import tell_launcher
 
     try:
-        results = mlora.train(
-            arguments.config,
-            overrides=arguments.set,
-            overwrite=arguments.overwrite,
-            resume=arguments.resume,
-            allow_changed=arguments.allow_changed,
-        )
+        with redirect_stdout(_Lasting(sys.stdout)), redirect_stderr(_Lasting(sys.stderr)):
+            results = mlora.train(
+                arguments.config,
+                overrides=arguments.set,
+                overwrite=arguments.overwrite,
+                resume=arguments.resume,
+                allow_changed=arguments.allow_changed,
+            )
     except Interrupted as stopped:
         tell_launcher(str(stopped))
         raise
@@ -225,21 +280,22 @@ def _train(arguments: argparse.Namespace) -> int:
 
 def _run_in_processes(nproc: int, argv: list[str]) -> int:
     """torch's own launcher, with this same command."""
+    _load("torch.distributed.run")
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import main as torchrun
 
     if nproc < 1:
         raise UserError(f"--nproc {nproc}: give a positive number of processes")
-    own = argparse.ArgumentParser(add_help=False)
-    own.add_argument("--nproc")
-    _, argv = own.parse_known_args(argv)
+    launcher = argparse.ArgumentParser(add_help=False)
+    launcher.add_argument("--nproc")
+    rest = launcher.parse_known_args(argv)[1]
     threads = max(1, len(os.sched_getaffinity(0)) // nproc)
     os.environ.setdefault("OMP_NUM_THREADS", str(threads))  # else torchrun takes 1, with a banner
     try:
-        torchrun(["--standalone", "--nproc-per-node", str(nproc), "-m", "mlora", *argv])
-    except SignalException as signal:
-        return 128 + signal.sigval
+        torchrun(["--standalone", "--nproc-per-node", str(nproc), "-m", "mlora", *rest])
+    except SignalException as ended:
+        return 128 + ended.sigval
     except ChildFailedError as error:
         rank, first = error.get_first_failure()
         print(f"mlora: {_reason(rank, first)}", file=sys.stderr)

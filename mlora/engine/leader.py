@@ -19,7 +19,16 @@ from mlora.engine.exporter import Collector, Exporter
 from mlora.engine.inbox import Inbox, added_adapters
 from mlora.engine.init_from import load_initial
 from mlora.engine.layout import first_layers
-from mlora.engine.output import CHECKPOINTS, METRICS, PICTURE, TRACE, check_output, leave_output, take_output
+from mlora.engine.output import (
+    CHECKPOINTS,
+    METRICS,
+    PICTURE,
+    TRACE,
+    check_free,
+    check_output,
+    leave_output,
+    take_output,
+)
 from mlora.engine.prepare import prepare, prepare_adapter
 from mlora.engine.ranking import ranking
 from mlora.engine.recorder import Recorder, print_table
@@ -51,6 +60,7 @@ class Leader:
             config = _with_added(config)
         self._on_step = on_step
         self._overwrite = start.overwrite
+        check_free(config.output_dir)
         check_output(config, start.overwrite, self._goes_on)
         if config.pipeline.transport == "nccl" and choose_device(config.device).type == "cpu":
             raise UserError("pipeline.transport: nccl needs CUDA devices, and there are none here; write auto or gloo")
