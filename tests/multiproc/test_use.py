@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
 
@@ -38,3 +40,26 @@ def test_a_mistake_is_said_in_the_first_ranks_words(folder):
     finished = _mlora(folder, "eval", "nowhere", "--file", "rows.jsonl", "--nproc", "2")
     assert finished.returncode == 2 and finished.stdout == ""
     assert "nowhere: there is no adapter" in finished.stderr.splitlines()[-1]
+
+
+@pytest.mark.parametrize("words", [("--stages", "2"), ("--nproc", "2")])
+def test_ctrl_c_is_no_traceback(folder, words):
+    command = (
+        sys.executable,
+        "-u",
+        "-m",
+        "mlora",
+        "generate",
+        "run",
+        "--file",
+        "rows.jsonl",
+        "--max-new-tokens",
+        "200",
+    )
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    many = ("--batch-size", "1", *words)
+    with subprocess.Popen([*command, *many], cwd=folder, text=True, start_new_session=True, **pipes) as process:
+        assert process.stdout.readline()
+        os.killpg(process.pid, signal.SIGINT)
+        _, err = process.communicate(timeout=60)
+    assert process.returncode == 130 and "Traceback" not in err and err.strip()
