@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import os
 import platform
+import signal
 import sys
 import warnings
+from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import asdict
+from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 import mlora
 from mlora.config import data_config
@@ -21,8 +25,13 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+    from transformers import PreTrainedTokenizerBase
+
+    from mlora.engine.generate import Answer
+    from mlora.engine.use import Models
 
 _TRAIN_EPILOG = "Everything else is a key of the file, such as --set defaults.learning_rate=1e-4."
+_NPROC = "start N processes on this host, as torchrun would"
 _STARTER_MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
 _OK, _BUG, _USER, _FAILED, _INTERRUPTED = 0, 1, 2, 3, 128 + 2
 
@@ -30,24 +39,77 @@ _OK, _BUG, _USER, _FAILED, _INTERRUPTED = 0, 1, 2, 3, 128 + 2
 def main(argv: list[str] | None = None) -> int:
     """Run one command. Exit codes: 0 all adapters ended, 2 the user's mistake, 3 an adapter failed, 1 our bug,
     128 + n signal n."""
+    argv = sys.argv[1:] if argv is None else argv
     arguments = _parser().parse_args(argv)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # where LANG's letters are few
+    trains = arguments.run is _train
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("default", Note)
             warnings.showwarning = _shower(warnings.showwarning)
-            return arguments.run(arguments)
+            if vars(arguments).get("nproc") is not None:
+                return _run_in_processes(arguments.nproc, argv)
+            if "engine" in arguments:
+                _load(f"mlora.engine.{arguments.engine}")
+            code = arguments.run(arguments)
+            sys.stdout.flush()
+            return code
     except BrokenPipeError:  # whoever read our output has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _silence(sys.stdout)
         return 1
     except UserError as error:
         print(f"mlora: {error}", file=sys.stderr)
         return _USER
     except Interrupted as stopped:
-        print("mlora: interrupted; --resume auto goes on from the checkpoints", file=sys.stderr)
+        more = "; --resume auto goes on from the checkpoints" if trains else ""
+        print(f"mlora: interrupted{more}", file=sys.stderr)
         return 128 + stopped.signal
     except KeyboardInterrupt:
-        print("mlora: interrupted before the training", file=sys.stderr)
+        print(f"mlora: interrupted{' before the training' if trains else ''}", file=sys.stderr)
         return _INTERRUPTED
+
+
+def _load(module: str) -> None:
+    """Import with Ctrl-C ending the process at once: raised inside a library's own code the exception may abort it."""
+    before = signal.signal(signal.SIGINT, _end)
+    try:
+        import_module(module)
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _end(*_: object) -> None:
+    sys.stderr.write("mlora: interrupted\n")
+    sys.stderr.flush()
+    os._exit(_INTERRUPTED)
+
+
+def _silence(stream: TextIO) -> None:
+    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+
+class _Lasting:
+    """A stream that goes on into nothing once its reader has gone, so that ``| head`` does not end a training."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        self._unless_gone(lambda: self._stream.write(text))
+        return len(text)
+
+    def flush(self) -> None:
+        self._unless_gone(self._stream.flush)
+
+    def _unless_gone(self, call: Callable[[], object]) -> None:
+        try:
+            call()
+        except BrokenPipeError:
+            _silence(self._stream)
 
 
 def _shower(others: Callable[..., None]) -> Callable[..., None]:
@@ -74,35 +136,35 @@ def _parser() -> argparse.ArgumentParser:
     again.add_argument("--resume", metavar="auto|RUN", help="go on with it, or from another run's checkpoints")
     again.add_argument("--allow-changed", action="store_true", help="resume even where keys or data have changed")
     processes = train.add_argument_group("processes")
-    processes.add_argument("--nproc", type=int, metavar="N", help="start N on this host, as torchrun would")
-    train.set_defaults(run=_train)
+    processes.add_argument("--nproc", type=int, metavar="N", help=_NPROC)
+    train.set_defaults(run=_train, engine="run")
     plan = commands.add_parser("plan", help="show stages, order and predicted bubble, without training")
     plan.add_argument("config", help="a YAML file")
     plan.add_argument("--stages", type=int, required=True, metavar="S", help="number of stages")
     plan.add_argument("--set", action="append", default=[], metavar="A.B=C", help="change one key of the file")
     plan.add_argument("--picture", default="plan.svg", metavar="FILE", help="where the picture goes (plan.svg)")
-    plan.set_defaults(run=_plan)
+    plan.set_defaults(run=_plan, engine="plan")
     status = commands.add_parser("status", help="show the adapters of a run, live or dead")
     status.add_argument("run_dir", metavar="RUN", help="the run's folder")
     status.add_argument("--json", action="store_true", help="as JSON")
-    status.set_defaults(run=_status)
+    status.set_defaults(run=_status, engine="status")
     add = commands.add_parser("add", help="add the adapters of a file to a run while it runs")
     add.add_argument("run_dir", metavar="RUN", help="the run's folder")
     add.add_argument("file", metavar="FILE", help="a YAML file with adapters, and defaults if need be")
-    add.set_defaults(run=_add)
+    add.set_defaults(run=_add, engine="inbox")
     stop = commands.add_parser("stop", help="end an adapter of a run behind its current step, and export it")
     stop.add_argument("run_dir", metavar="RUN", help="the run's folder")
     stop.add_argument("name", metavar="NAME", help="the adapter")
-    stop.set_defaults(run=_stop)
+    stop.set_defaults(run=_stop, engine="inbox")
     verify = commands.add_parser("verify", help="load a run's adapters with PEFT and compare logits with the engine's")
     verify.add_argument("output_dir", help="the run's folder")
-    verify.set_defaults(run=_verify)
+    verify.set_defaults(run=_verify, engine="verify")
     check = commands.add_parser(
         "check", help="read and tokenize everything, show what would be trained on, train nothing"
     )
     check.add_argument("config", help="a YAML file")
     check.add_argument("--set", action="append", default=[], metavar="A.B=C", help="change one key of the file")
-    check.set_defaults(run=_check)
+    check.set_defaults(run=_check, engine="check")
     schema = commands.add_parser("schema", help="print a JSON schema of configuration files, for completion in editors")
     schema.set_defaults(run=_schema)
     init = commands.add_parser("init", help="write a commented configuration file for data files")
@@ -128,14 +190,14 @@ def _add_after_training(commands: argparse._SubParsersAction[argparse.ArgumentPa
         action="store_true",
         help="merge into what the weights of its quantised base stand for, not into the original ones",
     )
-    merge.set_defaults(run=_merge)
+    merge.set_defaults(run=_merge, engine="merge")
     export = commands.add_parser("export", help="write an adapter in another form")
     export.add_argument("adapter", metavar="ADAPTER", help="the adapter's folder, such as RUN/adapters/NAME")
     export.add_argument("output", metavar="FOLDER", help="a new folder")
     export.add_argument(
         "--portable", action="store_true", required=True, help="rsLoRA's scaling folded into lora_alpha"
     )
-    export.set_defaults(run=_export)
+    export.set_defaults(run=_export, engine="portable")
     generate = commands.add_parser("generate", help="let adapters, or their base model, answer prompts")
     _add_models(generate)
     asked = generate.add_mutually_exclusive_group(required=True)
@@ -155,7 +217,7 @@ def _add_after_training(commands: argparse._SubParsersAction[argparse.ArgumentPa
     )
     generate.add_argument("--seed", type=int, default=42, metavar="N", help="of the draws (42)")
     generate.add_argument("--batch-size", type=int, default=16, metavar="N", help="answers made at once (16)")
-    generate.set_defaults(run=_generate)
+    generate.set_defaults(run=_generate, engine="generate")
     evaluate = commands.add_parser(
         "eval", help="loss, perplexity and accuracy of adapters, or their base model, on a file"
     )
@@ -164,15 +226,15 @@ def _add_after_training(commands: argparse._SubParsersAction[argparse.ArgumentPa
     evaluate.add_argument(
         "--set", action="append", default=[], metavar="A.B=C", help="how to read FILE: max_length=2048"
     )
-    evaluate.set_defaults(run=_eval)
+    evaluate.set_defaults(run=_eval, engine="evaluate")
     compare = commands.add_parser("compare", help="the adapters of several runs side by side")
     compare.add_argument("runs", nargs="+", metavar="RUN", help="a run's folder")
     compare.add_argument("--picture", metavar="FILE", help="draw loss, rate and speed as PNG")
-    compare.set_defaults(run=_compare)
+    compare.set_defaults(run=_compare, engine="compare")
     report = commands.add_parser("report", help="write a run's report: one page with curves, data and configuration")
     report.add_argument("run_dir", metavar="RUN", help="the run's folder")
     report.add_argument("--output", metavar="FILE", help="the page; its curves go beside it (RUN/report.html)")
-    report.set_defaults(run=_report)
+    report.set_defaults(run=_report, engine="report")
 
 
 def _add_models(parser: argparse.ArgumentParser) -> None:
@@ -186,21 +248,35 @@ def _add_models(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"))
     parser.add_argument("--json", action="store_true", help="a JSON object per line")
+    parser.add_argument("--stages", type=int, metavar="S", help="cut the model into S stages of one process")
+    parser.add_argument("--nproc", type=int, metavar="N", help=f"{_NPROC}, a stage in each")
+
+
+def _models(arguments: argparse.Namespace) -> Models:
+    from mlora.engine.use import Models
+
+    return Models(
+        arguments.adapters,
+        base=arguments.base,
+        with_base=arguments.with_base,
+        dtype=arguments.dtype,
+        device=arguments.device,
+        stages=arguments.stages,
+    )
 
 
 def _train(arguments: argparse.Namespace) -> int:
-    if arguments.nproc is not None:
-        return _train_in_processes(arguments)
     from mlora.pipeline.transport.liveness import tell_launcher
 
     try:
-        results = mlora.train(
-            arguments.config,
-            overrides=arguments.set,
-            overwrite=arguments.overwrite,
-            resume=arguments.resume,
-            allow_changed=arguments.allow_changed,
-        )
+        with redirect_stdout(_Lasting(sys.stdout)), redirect_stderr(_Lasting(sys.stderr)):
+            results = mlora.train(
+                arguments.config,
+                overrides=arguments.set,
+                overwrite=arguments.overwrite,
+                resume=arguments.resume,
+                allow_changed=arguments.allow_changed,
+            )
     except Interrupted as stopped:
         tell_launcher(str(stopped))
         raise
@@ -211,25 +287,24 @@ def _train(arguments: argparse.Namespace) -> int:
     return _OK
 
 
-def _train_in_processes(arguments: argparse.Namespace) -> int:
-    """torch's own launcher, with the arguments of this command."""
+def _run_in_processes(nproc: int, argv: list[str]) -> int:
+    """torch's own launcher, with this same command."""
+    _load("torch.distributed.run")
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import main as torchrun
 
-    if arguments.nproc < 1:
-        raise UserError(f"--nproc {arguments.nproc}: give a positive number of processes")
-    threads = max(1, len(os.sched_getaffinity(0)) // arguments.nproc)
+    if nproc < 1:
+        raise UserError(f"--nproc {nproc}: give a positive number of processes")
+    launcher = argparse.ArgumentParser(add_help=False)
+    launcher.add_argument("--nproc")
+    rest = launcher.parse_known_args(argv)[1]
+    threads = max(1, len(os.sched_getaffinity(0)) // nproc)
     os.environ.setdefault("OMP_NUM_THREADS", str(threads))  # else torchrun takes 1, with a banner
-    command = ["-m", "mlora", "train", arguments.config]
-    command += [word for override in arguments.set for word in ("--set", override)]
-    command += ["--overwrite"] if arguments.overwrite else []
-    command += ["--resume", arguments.resume] if arguments.resume else []
-    command += ["--allow-changed"] if arguments.allow_changed else []
     try:
-        torchrun(["--standalone", "--nproc-per-node", str(arguments.nproc), *command])
-    except SignalException as signal:
-        return 128 + signal.sigval
+        torchrun(["--standalone", "--nproc-per-node", str(nproc), "-m", "mlora", *rest])
+    except SignalException as ended:
+        return 128 + ended.sigval
     except ChildFailedError as error:
         rank, first = error.get_first_failure()
         print(f"mlora: {_reason(rank, first)}", file=sys.stderr)
@@ -353,7 +428,7 @@ def _export(arguments: argparse.Namespace) -> int:
 
 
 def _generate(arguments: argparse.Namespace) -> int:
-    from mlora.engine.generate import Generator, Sampling, read_prompts, text_prompt
+    from mlora.engine.generate import Sampling, generate, read_prompts, text_prompt
 
     sampling = Sampling(
         max_new_tokens=arguments.max_new_tokens,
@@ -365,39 +440,30 @@ def _generate(arguments: argparse.Namespace) -> int:
         raise UserError("--system and --plain go with --prompt; in a file the rows say it")
     if arguments.prompt and arguments.set:
         raise UserError("--set: says how to read --file; leave it out with --prompt")
-    generator = Generator(
-        arguments.adapters,
-        base=arguments.base,
-        with_base=arguments.with_base,
-        dtype=arguments.dtype,
-        device=arguments.device,
-        batch_size=arguments.batch_size,
-    )
-    if arguments.file:
-        prompts = read_prompts(data_config(arguments.file, arguments.set), generator.tokenizer)
-    else:
-        prompts = [text_prompt(t, arguments.system, arguments.plain, generator.tokenizer) for t in arguments.prompt]
-    for answer in generator.answers(prompts, sampling):
+
+    def ask(tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
+        if arguments.file:
+            return read_prompts(data_config(arguments.file, arguments.set), tokenizer)
+        return [text_prompt(text, arguments.system, arguments.plain, tokenizer) for text in arguments.prompt]
+
+    def show(answer: Answer) -> None:
         if arguments.json:
             print(json.dumps(asdict(answer), ensure_ascii=False), flush=True)
         else:
-            print(
-                f"[{answer.prompt + 1}] {answer.adapter}{'' if answer.ended else ' (cut)'}: {answer.text}", flush=True
-            )
+            end = "" if answer.ended else " (cut)"
+            print(f"[{answer.prompt + 1}] {answer.adapter}{end}: {answer.text}", flush=True)
+
+    generate(_models(arguments), ask, sampling, arguments.batch_size, show)
     return _OK
 
 
 def _eval(arguments: argparse.Namespace) -> int:
     from mlora.engine.evaluate import evaluate, evaluation_table
+    from mlora.engine.world import is_first_rank
 
-    found = evaluate(
-        arguments.adapters,
-        data_config(arguments.file, arguments.set),
-        base=arguments.base,
-        with_base=arguments.with_base,
-        dtype=arguments.dtype,
-        device=arguments.device,
-    )
+    found = evaluate(_models(arguments), data_config(arguments.file, arguments.set))
+    if not is_first_rank():
+        return _OK
     if arguments.json:
         for evaluation in found:
             print(json.dumps(asdict(evaluation) | {"perplexity": evaluation.perplexity}))

@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import difflib
+import itertools
 import math
 import re
 import types
@@ -34,8 +35,6 @@ _REFUSED: dict[str, tuple[tuple[object, ...], str]] = {
     "modules_to_save": ((None, []), "full copies of modules would not be shared between adapters"),
     "trainable_token_indices": ((None, []), "the embedding is frozen and shared"),
     "layer_replication": ((None, []), "the frozen model is shared as it stands"),
-    "rank_pattern": ((None, {}), "one rank per adapter; give the modules to two adapters instead"),
-    "alpha_pattern": ((None, {}), "one lora_alpha per adapter"),
     "target_parameters": ((None, []), "only linear modules carry adapters"),
     "fan_in_fan_out": ((False, None), "Llama-family models have no Conv1D layers"),
     "lora_bias": ((False, None), "PEFT cannot merge it and vLLM refuses it"),
@@ -44,6 +43,7 @@ _REFUSED: dict[str, tuple[tuple[object, ...], str]] = {
     "task_type": (("CAUSAL_LM", None), "only causal language models are trained"),
     "peft_type": (("LORA", None), "only LoRA adapters are trained"),
 }
+GRID = {"r": "r", "learning_rate": "lr", "lora_alpha": "alpha"}  # what a grid is over, and how a name tells it
 REFUSED_KEYS = frozenset(_REFUSED)
 # Keys of transformers and Axolotl for what has another name here.
 _ELSEWHERE = {
@@ -107,6 +107,8 @@ class AdapterConfig:
     dataset: DatasetConfig | tuple[DatasetConfig, ...]
     r: int = 16
     lora_alpha: float = 32
+    rank_pattern: Mapping[str, int] = field(default_factory=dict)  # another r for modules, by pattern as in PEFT
+    alpha_pattern: Mapping[str, float] = field(default_factory=dict)  # and another lora_alpha
     lora_dropout: float = 0.0
     target_modules: str | tuple[str, ...] = "all-linear"
     exclude_modules: str | tuple[str, ...] | None = None
@@ -115,6 +117,7 @@ class AdapterConfig:
     init_lora_weights: bool | str = True
     init_from: Path | None = None  # begin with the matrices of this adapter in PEFT's form
     learning_rate: float = 2e-4
+    loraplus_lr_ratio: float = 1.0  # LoRA+: B's rate is so many times learning_rate
     lr_scheduler_type: Literal["constant", "constant_with_warmup", "linear", "cosine"] = "cosine"
     warmup_steps: float = 0.03  # below 1: a share of all steps, as in transformers 5
     num_train_epochs: float = 3
@@ -159,9 +162,18 @@ class AdapterConfig:
     def rows_per_step(self) -> int:
         return self.per_device_train_batch_size * self.gradient_accumulation_steps
 
+    def rank(self, module: str) -> int:
+        """Of a module, by its global name."""
+        return _by_pattern(self.rank_pattern, module, self.r)
+
+    def scaling(self, module: str) -> float:
+        """How much B·A of a module counts."""
+        r, alpha = self.rank(module), _by_pattern(self.alpha_pattern, module, self.lora_alpha)
+        return alpha / (math.sqrt(r) if self.use_rslora else r)
+
     @property
-    def scaling(self) -> float:
-        return self.lora_alpha / (math.sqrt(self.r) if self.use_rslora else self.r)
+    def largest_rank(self) -> int:
+        return max([self.r, *self.rank_pattern.values()])
 
     def __post_init__(self) -> None:
         place = f"adapters[{self.name}]"
@@ -173,12 +185,20 @@ class AdapterConfig:
                 raise UserError(f"{place}.{key}: {value} is outside {low} … {high}")
         if self.lora_alpha == 0:
             raise UserError(f"{place}.lora_alpha: 0 would make the adapter do nothing; write a positive number")
+        _check_pattern(self.rank_pattern, 4096, f"{place}.rank_pattern")
+        _check_pattern(self.alpha_pattern, 1e9, f"{place}.alpha_pattern")
         if self.max_steps == 0:
             raise UserError(f"{place}.max_steps: 0 trains nothing; write -1 to count in num_train_epochs instead")
-        _check_init(self.init_lora_weights, self.r, place)
+        for r in (self.r, *self.rank_pattern.values()):
+            _check_init(self.init_lora_weights, r, place)
         _check_targets(self, place)
         _check_weights(self.sources, place)
         _check_evaluation(self, place)
+
+
+def _by_pattern(patterns: Mapping[str, Any], module: str, default: Any) -> Any:
+    """The value of the first pattern that matches the whole name or its last parts, as in PEFT."""
+    return next((value for key, value in patterns.items() if re.match(rf"(.*\.)?({key})$", module)), default)
 
 
 _RANGES: tuple[tuple[str, float, float], ...] = (
@@ -186,6 +206,7 @@ _RANGES: tuple[tuple[str, float, float], ...] = (
     ("lora_alpha", 0, 1e9),
     ("lora_dropout", 0.0, 0.99),
     ("learning_rate", 0.0, 1e9),
+    ("loraplus_lr_ratio", 1e-6, 1e6),
     ("warmup_steps", 0, 1e12),
     ("num_train_epochs", 1e-9, 1e9),
     ("max_steps", -1, 1e12),
@@ -362,6 +383,8 @@ def parse_config(tree: Mapping[str, Any], base: str | Path = ".") -> RunConfig:
     entries = tree.pop("adapters", None)
     if not isinstance(entries, list):
         raise UserError(f"adapters: expected a list of adapters, found {_kind(entries)}")
+    entries = [made for entry in entries for made in _grid(entry, defaults)]
+    defaults.pop("grid", None)
     adapters = tuple(_adapter(entry, defaults, i, base) for i, entry in enumerate(entries))
     tree = names.canonical(tree, names.RUN, "", _elsewhere(RunConfig, AdapterConfig, names.ADAPTER))
     if "base_model" not in tree:
@@ -383,6 +406,39 @@ def _pipeline(tree: object) -> PipelineConfig:
         raise UserError(f"pipeline: expected a block such as {{stages: 2}}, found {_kind(tree)}")
     _known(PipelineConfig, tree, "pipeline")
     return PipelineConfig(**{k: _convert(PipelineConfig, k, value, f"pipeline.{k}") for k, value in tree.items()})
+
+
+def _grid(entry: object, defaults: Mapping[str, Any]) -> list[Any]:
+    """The entry once for each combination of its grid's values, which its name then tells; itself if it has none."""
+    if not isinstance(entry, Mapping) or entry.get("name") is None:
+        return [entry]
+    grid = entry.get("grid", defaults.get("grid")) or {}
+    place = f"adapters[{entry['name']}].grid"
+    if not isinstance(grid, Mapping):
+        raise UserError(f"{place}: expected lists of values such as {{r: [8, 16]}}, found {_kind(grid)}")
+    grid = names.canonical(grid, names.ADAPTER, place, {})
+    for key, values in grid.items():
+        if key not in GRID:
+            raise UserError(f"{place}.{key}: a grid is over {', '.join(GRID)}")
+        if not isinstance(values, list) or not values:
+            raise UserError(f"{place}.{key}: expected a list of values, found {_kind(values)}")
+        if key in entry:
+            raise UserError(f"{place}.{key}: adapters[{entry['name']}].{key} is given too; keep one of them")
+    own = {key: value for key, value in entry.items() if key != "grid"}
+    if not grid:
+        return [own]
+    made = []
+    for values in itertools.product(*grid.values()):
+        point = {key: _convert(AdapterConfig, key, x, f"{place}.{key}") for key, x in zip(grid, values, strict=True)}
+        name = "-".join([str(entry["name"]), *(GRID[key] + _short(x) for key, x in point.items())])
+        made.append(own | point | {"name": name})
+    return made
+
+
+def _short(value: float) -> str:
+    """As it stands in a name: 16, 0.5, 1e-4."""
+    mantissa, exponent = f"{value:e}".split("e")
+    return f"{value:g}" if 0.01 <= value < 1e6 or value == 0 else f"{float(mantissa):g}e{int(exponent)}"
 
 
 def _adapter(entry: object, defaults: Mapping[str, Any], index: int, base: Path) -> AdapterConfig:
@@ -501,6 +557,16 @@ def _check_init(value: object, r: int, place: str) -> None:
         raise UserError(f"{place}.r: {r} is odd, and orthogonal shares the ranks evenly between A and B; write {r + 1}")
 
 
+def _check_pattern(patterns: Mapping[str, float], high: float, place: str) -> None:
+    for pattern, value in patterns.items():
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            raise UserError(f"{place}: {pattern!r} is no valid regular expression: {error}") from None
+        if not 0 < value <= high:
+            raise UserError(f"{place}: {pattern}: {value:g} is not a positive number up to {high:g}")
+
+
 def _check_targets(adapter: AdapterConfig, place: str) -> None:
     targets = adapter.target_modules
     for target in (targets,) if isinstance(targets, str) else targets:
@@ -572,9 +638,8 @@ def _as(option: Any, value: object) -> Any:
         return value if value in option.__args__ else _NO
     if origin is tuple:
         return _as_tuple(option.__args__[0], value)
-    if origin is not None:  # Mapping[str, str]
-        good = isinstance(value, Mapping) and all(isinstance(x, str) for pair in value.items() for x in pair)
-        return dict(typing.cast("Mapping[str, str]", value)) if good else _NO
+    if origin is not None:
+        return _as_mapping(option.__args__[1], value)
     if option in (int, float):
         return _as_number(option, value)
     if option is Path:
@@ -594,6 +659,14 @@ def _as_tuple(item: Any, value: object) -> Any:
         return _NO
     items = tuple(_as(item, x) for x in value)
     return _NO if _NO in items else items
+
+
+def _as_mapping(item: Any, value: object) -> Any:
+    value = {} if value is None else value
+    if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
+        return _NO
+    items = {key: _as(item, x) for key, x in value.items()}
+    return _NO if _NO in items.values() else items
 
 
 def _as_number(option: type, value: object) -> Any:

@@ -48,6 +48,12 @@ ADAPTER: dict[str, str] = {
     "sequence_len": "max_length",
     "cutoff_len": "max_length",
     "model_max_length": "max_length",
+    "additional_target": "modules_to_save",
+    "lora_model_dir": "init_from",
+    "adapter_name_or_path": "init_from",
+    "val_set_size": "val_size",
+    "test_datasets": "eval_dataset",
+    "early_stopping_steps": "early_stopping_patience",
 }
 DATASET: dict[str, str] = {
     "file_name": "path",
@@ -62,6 +68,7 @@ DATASET: dict[str, str] = {
     "type": "format",
 }
 
+_KERNELS = "the engine has its own kernels"
 _PACKED = "rows are always packed without padding"
 _IDLE: dict[str, str] = {  # keys that ask for what is the case anyway, or for what changes nothing here
     "group_by_length": _PACKED,
@@ -79,6 +86,26 @@ _IDLE: dict[str, str] = {  # keys that ask for what is the case anyway, or for w
     "dataset_num_proc": "the tokenizer uses all cores",
     "preprocessing_num_workers": "the tokenizer uses all cores",
     "plot_loss": "the curves are always drawn",
+    "dataset_processes": "the tokenizer uses all cores",
+    "dataset_prepared_path": "tokens are kept under XDG_CACHE_HOME, keyed by content",
+    "overwrite_cache": "tokens are kept by content, so old ones are never taken for new ones",
+    "eval_sample_packing": _PACKED,
+    "per_device_eval_batch_size": "rows to evaluate on are packed like the others",
+    "eval_batch_size": "rows to evaluate on are packed like the others",
+    "use_liger_kernel": _KERNELS,
+    "enable_liger_kernel": _KERNELS,
+    "lora_mlp_kernel": _KERNELS,
+    "lora_qkv_kernel": _KERNELS,
+    "lora_o_kernel": _KERNELS,
+    "use_unsloth": _KERNELS,
+    "torch_compile": _KERNELS,
+    "gradient_checkpointing_kwargs": "recompute is one way",
+    "loraplus_lr_embedding": "embeddings carry no adapter",
+    "average_tokens_across_devices": "a step's loss is the mean over all its target tokens",
+    "model_type": "config.json of the model says it",
+    "tokenizer_type": "the tokenizer's own files say it",
+    "ddp_timeout": "processes watch each other",
+    "ddp_find_unused_parameters": "no gradients are exchanged",
 }
 _FIXED: dict[str, tuple[tuple[object, ...], str]] = {  # the values that ask for what is the case; why no other is taken
     "adapter": (("lora",), "only LoRA adapters are trained; leave it out, and write quantization: nf4 for QLoRA"),
@@ -89,6 +116,28 @@ _FIXED: dict[str, tuple[tuple[object, ...], str]] = {  # the values that ask for
     "load_in_8bit": ((False, None), "write quantization: int8"),
     "quantization_bit": ((None,), "write quantization: nf4 or int8"),
     "neftune_noise_alpha": ((None, 0), "noise on the embeddings is not there; leave it out"),
+    "eval_strategy": ((False, "no", "steps"), "write eval_steps: a number, a share of all steps, or a list of shares"),
+    "evaluation_strategy": ((False, "no", "steps"), "write eval_steps: a number, a share of all steps, or a list"),
+    "save_strategy": (("steps",), "write save_steps or save_seconds at the top of the file"),
+    "logging_first_step": ((False, None), "write logging_steps: 1"),
+    "logging_strategy": (("steps",), "write logging_steps"),
+    "metric_for_best_model": (
+        ("eval_loss", "loss"),
+        "the best step is the one with the lowest eval_loss; leave it out",
+    ),
+    "greater_is_better": ((False, None), "the best step is the one with the lowest eval_loss; leave it out"),
+    "label_smoothing_factor": ((0, None), "the loss is plain cross-entropy; leave it out"),
+    "lr_scheduler_kwargs": ((None, {}), "the schedules have no more settings; leave it out"),
+    "dataloader_drop_last": (
+        (False, None),
+        "no row is dropped: an epoch's last step is smaller; leave it out",
+    ),
+    "mask_history": ((False, None), "every turn of the assistant is trained; leave it out"),
+    "resize_vocab": ((False, None), "embedding and head are frozen; leave it out"),
+    "push_to_hub": ((False, None), "upload the exported folder with hf upload; leave it out"),
+    "deepspeed": ((None,), "write pipeline: {stages: N} at the top of the file, and start with --nproc N"),
+    "fsdp": ((None, [], ""), "write pipeline: {stages: N} at the top of the file, and start with --nproc N"),
+    "fsdp_config": ((None, {}), "write pipeline: {stages: N} at the top of the file, and start with --nproc N"),
     "trust_remote_code": ((False, None), "code of a model is never run; leave it out"),
     "train_on_inputs": ((False, None), "write train_on: all inside dataset"),
     "train_on_prompt": ((False, None), "write train_on: all inside dataset"),
@@ -110,6 +159,13 @@ _OTHER: dict[str, str] = {
     "mlflow_experiment_name": "set MLFLOW_EXPERIMENT_NAME in the environment",
     "logging_dir": "TensorBoard's files are in output_dir/tensorboard",
     "run_name": "runs are named after output_dir and the adapter",
+    "auto_resume_from_checkpoints": "write --resume auto on the command line",
+    "evals_per_epoch": "write eval_steps: a number, a share of all steps below 1, or a list of shares",
+    "saves_per_epoch": "write save_steps or save_seconds at the top of the file",
+    "data_seed": "seed is for rows, initialisation and dropout alike",
+    "dataset_text_field": "write columns: {text: body} inside dataset",
+    "chat_template_path": "write chat_template inside dataset",
+    "roles_to_train": "what the assistant says is trained; train: false in a message leaves that one out",
     "interleave_probs": "write weight beside each path of a list under dataset",
     "mix_strategy": "write weight beside each path of a list under dataset",
     "shards": "write max_samples",
@@ -233,6 +289,12 @@ def _one_file(value: object, where: str) -> object:
     return value[0] if isinstance(value, list) else value
 
 
+def _one_data_set(value: object, where: str) -> object:
+    if isinstance(value, list) and len(value) != 1:
+        raise UserError(f"{where}: one data set is evaluated on; write eval_dataset")
+    return value[0] if isinstance(value, list) else value
+
+
 def _format(value: object, where: str) -> object:
     return _FORMATS.get(value, value) if isinstance(value, str) else value
 
@@ -245,6 +307,7 @@ _VALUES: dict[str, Callable[[object, str], object]] = {
     "lora_target_linear": _all_linear,
     "use_gradient_checkpointing": _recompute,
     "data_files": _one_file,
+    "test_datasets": _one_data_set,
     "type": _format,
     "formatting": _format,
 }

@@ -19,7 +19,7 @@ def initial_matrices(
     and zero B; orthogonal spans A and B by the even and odd rows of one orthogonal matrix, so that B·A = 0; false draws
     both as ``nn.Linear`` does.
     """
-    r, key = config.r, key_for(config.seed, name)
+    r, key = config.rank(name), key_for(config.seed, name)
     if config.init_lora_weights == "orthogonal":
         basis, _ = torch.linalg.qr(normal(key, INIT_A, (r + in_features, r), 1.0)[:r])
         spread_a = normal(key, INIT_A, (r + in_features, r), 0.1)[r:, : r // 2]

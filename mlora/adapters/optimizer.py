@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from itertools import chain
 
 import torch
 
@@ -40,58 +41,92 @@ def clip_coefficient(norm: float, max_grad_norm: float) -> float:
 
 
 class Optimizer:
-    """torch's own AdamW or SGD on the flat master, or on a GPU AdamW as one kernel with torch's state.
+    """torch's own AdamW or SGD on the flat master, or on a GPU AdamW as one kernel.
 
+    With LoRA+ (Hayou et al., 2024) the matrices are parameters of their own, those of B with a rate of their own.
     A step that is skipped leaves moments and AdamW's count alone.
     """
 
     def __init__(self, state: AdapterState) -> None:
         self._state = state
-        self._parameter = torch.nn.Parameter(state.master, requires_grad=False)
-        config = state.config
+        config, decay = state.config, state.config.weight_decay
+        self._count, self._moments = 0, dict[str, torch.Tensor]()  # AdamW's; flat, and there from its first step on
+        views = self._views(state.master)
+        groups = [{"params": [torch.nn.Parameter(x, requires_grad=False) for x in group]} for group in views]
         if config.optim == "sgd":
-            self._torch: torch.optim.Optimizer = torch.optim.SGD(
-                [self._parameter], lr=config.learning_rate, weight_decay=config.weight_decay
-            )
+            self._torch: torch.optim.Optimizer = torch.optim.SGD(groups, lr=config.learning_rate, weight_decay=decay)
         else:
+            betas = (config.adam_beta1, config.adam_beta2)
             self._torch = torch.optim.AdamW(
-                [self._parameter],
-                lr=config.learning_rate,
-                betas=(config.adam_beta1, config.adam_beta2),
-                eps=config.adam_epsilon,
-                weight_decay=config.weight_decay,
+                groups, lr=config.learning_rate, betas=betas, eps=config.adam_epsilon, weight_decay=decay
             )
+        self._is_b = self._mask() if self._is_adamw and has_kernels(state.master) else None
+
+    @property
+    def _is_adamw(self) -> bool:
+        return isinstance(self._torch, torch.optim.AdamW)
+
+    def _views(self, flat: torch.Tensor) -> list[list[torch.Tensor]]:
+        """What has one rate: all in one piece, or with LoRA+ every A, and every B."""
+        if self._state.config.loraplus_lr_ratio == 1:
+            return [[flat]]
+        pairs = self._state.named(flat).values()
+        return [[a_RD for a_RD, _ in pairs], [b_RO for _, b_RO in pairs]]
+
+    def _mask(self) -> torch.Tensor | None:
+        """Which elements have B's rate, for the kernel; None where all have the same."""
+        mask = torch.zeros_like(self._state.master, dtype=torch.int8)
+        _, *b_views = self._views(mask)
+        for b_RO in b_views[0] if b_views else ():
+            b_RO.fill_(1)
+        return mask if b_views else None
 
     def step(self, learning_rate: float, coefficient: float) -> None:
         """Clip, update the masters, refresh the compute copy, clear the gradients."""
-        if has_kernels(self._state.master) and isinstance(self._torch, torch.optim.AdamW):
-            self._adamw(learning_rate, coefficient)
-            return
+        state = self._state
+        if self._is_adamw:
+            self._begin()
+            self._count += 1
+            if has_kernels(state.master):
+                self._adamw(learning_rate, coefficient)
+                return
         if coefficient != 1.0:
-            self._state.grad.mul_(coefficient)
-        self._torch.param_groups[0]["lr"] = learning_rate
-        self._parameter.grad = self._state.grad
+            state.grad.mul_(coefficient)
+        rates = (learning_rate, learning_rate * state.config.loraplus_lr_ratio)
+        for group, views, rate in zip(self._torch.param_groups, self._views(state.grad), rates, strict=False):
+            group["lr"] = rate
+            for parameter, grad in zip(group["params"], views, strict=True):
+                parameter.grad = grad
         self._torch.step()
-        self._state.refresh()
+        state.refresh()
         self.skip()
+
+    def _begin(self) -> None:
+        """Give torch's AdamW its state, as views of flat buffers, where it has none yet."""
+        if self._moments:
+            return
+        self._moments = {key: torch.zeros_like(self._state.master) for key in MOMENTS}
+        parameters = [parameter for group in self._torch.param_groups for parameter in group["params"]]
+        views = [list(chain(*self._views(flat))) for flat in self._moments.values()]
+        for parameter, *moments in zip(parameters, *views, strict=True):
+            self._torch.state[parameter] = dict(zip(MOMENTS, moments, strict=True))
+            self._torch.state[parameter]["step"] = torch.tensor(float(self._count))
 
     def _adamw(self, learning_rate: float, coefficient: float) -> None:
         state, config = self._state, self._state.config
-        kept = self._torch.state[self._parameter]
-        if not kept:
-            kept |= {"step": torch.tensor(0.0)} | {key: torch.zeros_like(state.master) for key in MOMENTS}
-        kept["step"] += 1
         kernels("adamw").adamw(
             state.master,
             state.grad,
-            tuple(kept[key] for key in MOMENTS),
+            tuple(self._moments.values()),
             state.compute,
             coefficient,
             learning_rate,
             (config.adam_beta1, config.adam_beta2),
             config.adam_epsilon,
             config.weight_decay,
-            int(kept["step"]),
+            self._count,
+            self._is_b,
+            config.loraplus_lr_ratio,
         )
 
     def skip(self) -> None:
@@ -103,13 +138,13 @@ class Optimizer:
 
         One copy of each flat buffer; what is returned are views of them. Without ``moments`` the matrices alone.
         """
-        kept = self._torch.state.get(self._parameter, {}) if moments else {}
-        flats = {"": self._state.master} | {f".{key}": kept[key] for key in MOMENTS if key in kept}
+        kept = self._moments if moments else {}
+        flats = {"": self._state.master} | {f".{key}": flat for key, flat in kept.items()}
         found: dict[str, torch.Tensor] = {}
         for suffix, flat in zip(flats, on_host(list(flats.values())), strict=True):
             for name, pair in self._state.named(flat).items():
                 found |= {f"{name}.{k}{suffix}": x for k, x in zip("AB", pair, strict=True)}
-        return found | ({COUNT: kept["step"].to("cpu", copy=True)} if "step" in kept else {})
+        return found | ({COUNT: torch.tensor(float(self._count))} if kept else {})
 
     def restore(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Take over what ``snapshot`` gave, on this stage or on several others; names of other layers are ignored."""
@@ -117,10 +152,9 @@ class Optimizer:
         self._state.load({name: (tensors[f"{name}.A"], tensors[f"{name}.B"]) for name in own})
         if COUNT not in tensors:
             return
-        kept = self._torch.state[self._parameter]
-        kept["step"] = tensors[COUNT].to("cpu", copy=True)
-        for key in MOMENTS:
-            kept[key] = torch.zeros_like(self._state.master)
-            for name, pair in self._state.named(kept[key]).items():
+        self._count, self._moments = int(tensors[COUNT]), {}
+        self._begin()
+        for key, flat in self._moments.items():
+            for name, pair in self._state.named(flat).items():
                 for k, moment in zip("AB", pair, strict=True):
                     moment.copy_(tensors[f"{name}.{k}.{key}"])

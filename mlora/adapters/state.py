@@ -30,6 +30,7 @@ Shapes = Mapping[str, tuple[int, int]]  # last part of a module's name -> (out f
 class _Place:
     """Where one targeted module's matrices lie in the flat buffers."""
 
+    rank: int
     a_start: int
     b_start: int
     in_features: int
@@ -113,7 +114,7 @@ class AdapterState:
                 place = self._places[name]
                 first = first or place
                 parts.append(self._part(index, name, place, rank, column))
-                rank += self.config.r
+                rank += place.rank
             column += out_features
         if first is None:
             return None
@@ -122,7 +123,6 @@ class AdapterState:
             a_RD=self.compute[stacked].view(rank, -1),
             grad_a_RD=self.grad[stacked].view(rank, -1),
             parts=tuple(parts),
-            scaling=self.config.scaling,
             dropout=self.config.lora_dropout,
         )
 
@@ -139,20 +139,20 @@ class AdapterState:
 
     def _lay_out(self, layer: int, start: int) -> int:
         """Give each targeted module of the layer its place; returns the end."""
-        r = self.config.r
         for paths in MERGED_LINEARS.values():
             names = [(module_name(layer, p), *self._shapes[p.split(".")[-1]]) for p in paths]
             names = [entry for entry in names if entry[0] in self._targets]
-            b_start = start + sum(r * in_features for _, _, in_features in names)
+            b_start = start + sum(self.config.rank(name) * in_features for name, _, in_features in names)
             for name, out_features, in_features in names:
-                self._places[name] = _Place(start, b_start, in_features, out_features)
+                r = self.config.rank(name)
+                self._places[name] = _Place(r, start, b_start, in_features, out_features)
                 start += r * in_features
                 b_start += r * out_features
             start = b_start
         return start
 
     def _views(self, flat: torch.Tensor, place: _Place) -> tuple[torch.Tensor, torch.Tensor]:
-        r = self.config.r
+        r = place.rank
         a = flat[place.a_start : place.a_start + r * place.in_features].view(r, place.in_features)
         b = flat[place.b_start : place.b_start + r * place.out_features].view(r, place.out_features)
         return a, b
@@ -160,9 +160,10 @@ class AdapterState:
     def _part(self, index: int, name: str, place: _Place, rank: int, column: int) -> LoraPart:
         return LoraPart(
             index=index,
-            ranks=slice(rank, rank + self.config.r),
+            ranks=slice(rank, rank + place.rank),
             columns=slice(column, column + place.out_features),
             b_RO=self._views(self.compute, place)[1],
             grad_b_RO=self._views(self.grad, place)[1],
             key=key_for(self.config.seed, name),
+            scaling=self.config.scaling(name),
         )

@@ -27,6 +27,10 @@ def match_targets(config: AdapterConfig, num_layers: int) -> tuple[str, ...]:
         chosen &= _in_layers(config.layers_to_transform, num_layers, names, f"{place}.layers_to_transform")
     if not chosen:
         raise UserError(f"{place}: exclude_modules and layers_to_transform leave none of target_modules")
+    for key in ("rank_pattern", "alpha_pattern"):
+        for pattern in getattr(config, key):
+            if not any(re.match(rf"(.*\.)?({pattern})$", name) for name in chosen):
+                raise UserError(f"{place}.{key}: {pattern!r} matches none of the adapter's modules")
     return tuple(name for name in names if name in chosen)
 
 

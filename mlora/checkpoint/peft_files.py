@@ -136,7 +136,7 @@ def _peft_config(config: AdapterConfig, base_model: str, targets: tuple[str, ...
         "base_model_name_or_path": base_model,
         "inference_mode": True,
         "r": config.r,
-        "lora_alpha": int(config.lora_alpha) if float(config.lora_alpha).is_integer() else config.lora_alpha,
+        "lora_alpha": _whole(config.lora_alpha),
         "lora_dropout": config.lora_dropout,
         "target_modules": listed if wanted == "all-linear" else (wanted if isinstance(wanted, str) else list(wanted)),
         "use_rslora": config.use_rslora,
@@ -146,13 +146,18 @@ def _peft_config(config: AdapterConfig, base_model: str, targets: tuple[str, ...
         "bias": "none",
         "fan_in_fan_out": False,
         "modules_to_save": None,
-        "rank_pattern": {},
-        "alpha_pattern": {},
+        "rank_pattern": dict(config.rank_pattern),
+        "alpha_pattern": {pattern: _whole(alpha) for pattern, alpha in config.alpha_pattern.items()},
         "use_dora": False,
     }
     if config.exclude_modules:
         fields["exclude_modules"] = _listed(config.exclude_modules)
     return fields
+
+
+def _whole(alpha: float) -> float:
+    """Some loaders expect a whole number."""
+    return int(alpha) if float(alpha).is_integer() else alpha
 
 
 def _listed(value: object) -> object:

@@ -160,7 +160,9 @@ def open_tokens(source: Source, encode: EncodeRows, digest: str, cache_dir: Path
         cache_dir.mkdir(parents=True, exist_ok=True)
         return _build(source, encode, entry)
     except OSError as error:
-        raise UserError(f"{cache_dir}: cannot write the token cache: {error.strerror}") from None
+        raise UserError(
+            f"{cache_dir}: cannot write the token cache: {error.strerror}; name another folder in XDG_CACHE_HOME"
+        ) from None
 
 
 def _build(source: Source, encode: EncodeRows, entry: Path) -> TokenData:

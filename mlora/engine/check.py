@@ -121,11 +121,12 @@ def _histogram(lengths: np.ndarray) -> list[str]:
 def _modules(adapter: AdapterRun, spec: ModelSpec) -> list[str]:
     shapes = linear_shapes(spec)
     kinds = Counter(name.split(".")[-1] for name in adapter.targets)
-    parameters = sum(adapter.config.r * sum(shapes[kind]) * count for kind, count in kinds.items())
+    ranks = [adapter.config.rank(name) for name in adapter.targets]
+    parameters = sum(r * sum(shapes[name.split(".")[-1]]) for r, name in zip(ranks, adapter.targets, strict=True))
     matched = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
     return [
         f"{len(adapter.targets)} matched: {matched}",
-        f"r {adapter.config.r}: {parameters:,} parameters are trained",
+        f"r {', '.join(map(str, sorted({*ranks})))}: {parameters:,} parameters are trained",
     ]
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,7 +22,14 @@ _HISTORY = "history"  # float64 [steps, 5]: loss, grad_norm, learning_rate, num_
 _EVALUATIONS = "evaluations"  # float64 [evaluations, 4]: step, loss, correct tokens, target tokens
 _BEST = "best."  # before the names of the matrices of the best step, where that is not the last
 _FREE = ("logging_steps", "dataset", "eval_dataset")  # change no bit; of the data the tokens count, not the path
-_FIXED = ("r", "target_modules", "exclude_modules", "layers_to_transform", "optim")  # give the tensors their shapes
+_FIXED = (
+    "r",
+    "rank_pattern",
+    "target_modules",
+    "exclude_modules",
+    "layers_to_transform",
+    "optim",
+)  # give the tensors their shapes
 _SIZES = ("hidden_size", "layers", "vocab_size")
 
 
@@ -203,10 +209,11 @@ def _check_base(version: Version, base: Mapping[str, Any]) -> None:
 
 def _check_shapes(version: Version, adapter: AdapterRun, spec: ModelSpec) -> None:
     """The checkpoint has just the tensors of the adapter, so that every stage will find its own."""
-    shapes, r = linear_shapes(spec), adapter.config.r
+    shapes = linear_shapes(spec)
     wanted: dict[str, tuple[int, ...]] = {}
     for name in adapter.targets:
         out_features, in_features = shapes[name.split(".")[-1]]
+        r = adapter.config.rank(name)
         wanted |= {f"{name}.A": (r, in_features), f"{name}.B": (r, out_features)}
     found = {name: tuple(x.shape) for name, x in version.tensors.items() if _is_matrix(name)}
     changed = _changed_keys(version.manifest.config, adapter.config, _FIXED)
@@ -249,6 +256,5 @@ def _changes(version: Version, adapter: AdapterRun, base: Mapping[str, Any]) -> 
 
 def _changed_keys(was: Mapping[str, Any], now: AdapterConfig, keys: Sequence[str]) -> list[str]:
     """A key that did not exist when the checkpoint was written had its default."""
-    plain = now.plain()
-    defaults = {field.name: field.default for field in dataclasses.fields(AdapterConfig)}
-    return [key for key in keys if was.get(key, defaults[key]) != plain[key]]
+    plain, default = now.plain(), AdapterConfig(name=now.name, dataset=now.dataset).plain()
+    return [key for key in keys if was.get(key, default[key]) != plain[key]]

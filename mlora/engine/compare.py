@@ -49,6 +49,11 @@ class Curve:
         finite = [pair for pair in zip(self.losses, self.steps, strict=True) if math.isfinite(pair[0])]
         return min(finite, default=None)
 
+    @property
+    def eval_loss(self) -> float | None:
+        """The lowest of its evaluations."""
+        return min((loss for loss in self.eval_losses if math.isfinite(loss)), default=None)
+
 
 def read_curves(runs: Sequence[str | Path]) -> list[Curve]:
     """All adapters of all runs, live or dead, in the runs' order. Raises UserError where a folder holds no run."""
@@ -69,10 +74,7 @@ def _short_names(runs: Sequence[Path]) -> list[str]:
 
 def _read_run(run: Path, name: str) -> list[Curve]:
     status = read_status(run)
-    curves = {
-        adapter: Curve(run=name, adapter=adapter, state=entry["state"], keys=_keys(run / CHECKPOINTS / adapter))
-        for adapter, entry in status["adapters"].items()
-    }
+    curves = {adapter: _curve(run, name, adapter, entry) for adapter, entry in status["adapters"].items()}
     try:
         lines = (run / METRICS).read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError as error:
@@ -95,6 +97,11 @@ def _read_run(run: Path, name: str) -> list[Curve]:
     return [replace(curve, tokens=tokens[curve.adapter]) for curve in curves.values()]
 
 
+def _curve(run: Path, name: str, adapter: str, entry: Mapping[str, Any]) -> Curve:
+    """What the run's status says of the adapter."""
+    return Curve(run=name, adapter=adapter, state=entry["state"], keys=_keys(run / CHECKPOINTS / adapter))
+
+
 def _keys(checkpoints: Path) -> dict[str, Any]:
     """The adapter's keys, from its newest checkpoint with a sound manifest."""
     for folder in reversed(versions(checkpoints)):
@@ -112,14 +119,20 @@ def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def comparison_table(curves: Sequence[Curve]) -> str:
-    """A line for each adapter, lowest last loss first; then what is configured differently."""
+    """A line for each adapter, lowest loss first: of the best evaluation if all have one, else of the last step; then
+    what is configured differently."""
     order = sorted(curves, key=lambda curve: (not curve.losses or math.isnan(curve.losses[-1]), curve.losses[-1:]))
+    evaluated = any(curve.eval_loss is not None for curve in curves)
+    if all(curve.eval_loss is not None for curve in curves):
+        order.sort(key=lambda curve: curve.eval_loss or 0.0)
     width = max(len("run/adapter"), *(len(curve.name) for curve in curves))
     titles = (
         f"{'state':<11}  {'step':>6}  {'first loss':>10}  {'last loss':>9}  {'best loss':>15}  {'tokens':>10}  tokens/s"
     )
-    lines = [f"{'run/adapter':<{width}}  {titles}"]
-    lines += [f"{curve.name:<{width}}  {_row(curve)}" for curve in order]
+    lines = [f"{'run/adapter':<{width}}  {'eval loss  ' * evaluated}{titles}"]
+    for curve in order:
+        loss = "-" if curve.eval_loss is None else f"{curve.eval_loss:.4f}"
+        lines.append(f"{curve.name:<{width}}  {f'{loss:>9}  ' * evaluated}{_row(curve)}")
     differing = [f"  {key}: {', '.join(values)}" for key, values in differences(order).items()]
     return "\n".join([*lines, *(["differs, in the same order:", *differing] if differing else [])])
 

@@ -4,24 +4,32 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain, islice
+
+import torch
 
 from mlora.config import AdapterConfig
 from mlora.data import TokenData, open_source, open_tokens
 from mlora.engine.batches import packed_inputs
-from mlora.engine.device import choose_device, choose_dtype, prepare, row_bucket
+from mlora.engine.device import row_bucket
 from mlora.engine.prepare import cache_folder
-from mlora.engine.trained import BARE_SLOT, BASE, base_of, find_trained, load_stage
+from mlora.engine.ranks import run_stages
+from mlora.engine.requests import Requests
+from mlora.engine.use import Models, Use
 from mlora.models.spec import load_spec
 from mlora.models.tokenizer import load_tokenizer
 from mlora.ops.exact import exact_sum
-from mlora.pipeline.stage import Batch, Stage
+from mlora.pipeline.executor import Decider, Entry, Executor, Window
+from mlora.pipeline.schedule import Position
+from mlora.pipeline.transport.base import Transport
+from mlora.pipeline.transport.control import Control
 from mlora.tasks import SftTask
-from mlora.types import Microbatch, SampleRef, Segment, UserError
+from mlora.types import Microbatch, SampleRef, Segment, StepDecision, UserError
 
 _MICROBATCH_ROWS = 2048
+_WINDOW = 64  # microbatches that are read and published at once
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,51 +52,97 @@ class Evaluation:
         return math.exp(self.loss) if self.loss < 700 else math.inf
 
 
-def evaluate(
-    places: Sequence[str | Path],
-    config: AdapterConfig,
-    base: str | None = None,
-    with_base: bool = False,
-    dtype: str = "auto",
-    device: str = "auto",
-) -> list[Evaluation]:
+def evaluate(models: Models, config: AdapterConfig) -> list[Evaluation]:
     """Evaluate every adapter on the data set of ``config``, whose ``max_length`` counts too.
 
-    ``places`` are folders of adapters, or of runs, whose adapters are all taken; none: the base model alone. Rows are
-    rendered, labelled and cut as in training, and the same for all. Raises UserError.
+    Rows are rendered, labelled and cut as in training, and the same for all. Raises UserError.
     """
-    adapters = find_trained(places)
-    folder = base_of(adapters, base)
-    chosen = choose_device(device)
-    prepare(chosen)
-    spec = load_spec(folder)
-    length = min(config.max_length, spec.max_positions)
-    (source,) = config.sources
-    task = SftTask(source, load_tokenizer(folder, spec.vocab_size), length, spec.vocab_size)
-    data = open_tokens(open_source(source), task.encode, task.digest, cache_folder() / "tokens")
-    print(f"{source.label}: {data.stats.summary()}", file=sys.stderr)
-    stage = load_stage(folder, adapters, choose_dtype(dtype, chosen), chosen)
-    slots = {slot: adapter.name for slot, adapter in enumerate(adapters, BARE_SLOT + 1)}
-    if with_base or not adapters:
-        slots = {BARE_SLOT: BASE} | slots
-    return [_evaluate(stage, data, slot, name) for slot, name in slots.items()]
+    found: list[Evaluation] = run_stages(lambda world: _Lead(models, config, world), _follow)
+    return found
 
 
-def _evaluate(stage: Stage, data: TokenData, slot: int, name: str) -> Evaluation:
-    model, losses, correct = stage.model, [], 0
-    for microbatch in _microbatches(data, slot, row_bucket(model.device, model.dtype)):
-        input_ids_T, targets_T = packed_inputs(microbatch, lambda _: data, _raise_unreadable)
-        for loss, hits in stage.score(Batch(microbatch, input_ids_T.to(model.device), targets_T)).tolist():
-            losses.append(loss)
-            correct += int(hits)
-    count = int(data.target_tokens.sum())
-    return Evaluation(
-        adapter=name,
-        rows=len(data),
-        target_tokens=count,
-        loss=exact_sum(losses) / count,
-        accuracy=correct / count,
-    )
+class _Lead:
+    """Stage 0: reads the data, sends it through the stages forward only, and adds up what comes back."""
+
+    def __init__(self, models: Models, config: AdapterConfig, world: int) -> None:
+        self.job = job = models.use(world)
+        spec = load_spec(job.folder)
+        length = min(config.max_length, spec.max_positions)
+        (source,) = config.sources
+        task = SftTask(source, load_tokenizer(job.folder, spec.vocab_size), length, spec.vocab_size)
+        self._data = open_tokens(open_source(source), task.encode, task.digest, cache_folder() / "tokens")
+        print(f"{source.label}: {self._data.stats.summary()}", file=sys.stderr)
+        self._scores: dict[int, list[Sequence[float]]] = {slot: [] for slot in job.names}
+
+    def run(
+        self,
+        device: torch.device,
+        transport: Transport | None,
+        stages: Control | None,
+        requests: Requests,
+        ask: Callable[[str], None],
+        world: Control | None = None,
+    ) -> list[Evaluation]:
+        self._requests = requests
+        _walk(self.job, device, transport, self._windows(device, stages), self)
+        return [self._evaluation(slot) for slot in self.job.names]
+
+    def evaluated(self, microbatch: Microbatch, scores: Sequence[Sequence[float]]) -> None:
+        self._scores[microbatch.segments[0].slot] += scores
+
+    def poisoned(self, microbatch: Microbatch, note: str) -> None:
+        raise UserError(f"its rows could not be computed: {note}")
+
+    def halted(self) -> bool:
+        self._requests.check()
+        return False
+
+    def close_step(self, *_: object) -> StepDecision:
+        raise AssertionError("nothing is trained")
+
+    def _windows(self, device: torch.device, stages: Control | None) -> Iterator[Window]:
+        bucket = row_bucket(device, self.job.dtype)
+        every = chain.from_iterable(_microbatches(self._data, slot, bucket) for slot in self.job.names)
+        numbered = (replace(microbatch, index=index) for index, microbatch in enumerate(every))
+        while part := list(islice(numbered, _WINDOW)):
+            inputs = {m.index: packed_inputs(m, lambda _: self._data, _raise_unreadable) for m in part}
+            positions = tuple(Position(index=m.index, microbatch=m, forward_only=True) for m in part)
+            window = Window(entries=(), positions=positions, inputs=inputs)
+            if stages is not None:
+                stages.publish(window)
+            yield window
+        if stages is not None:
+            stages.publish(None)
+
+    def _evaluation(self, slot: int) -> Evaluation:
+        losses, hits = zip(*self._scores[slot], strict=True)
+        count = int(self._data.target_tokens.sum())
+        return Evaluation(
+            adapter=self.job.names[slot],
+            rows=len(self._data),
+            target_tokens=count,
+            loss=exact_sum(losses) / count,
+            accuracy=sum(map(int, hits)) / count,
+        )
+
+
+def _follow(job: Use, device: torch.device, transport: Transport, control: Control) -> None:
+    _walk(job, device, transport, iter(control.next, None))
+
+
+def _walk(
+    job: Use,
+    device: torch.device,
+    transport: Transport | None,
+    windows: Iterable[Window],
+    decider: Decider | None = None,
+) -> None:
+    stage = job.open_stage(device, transport)
+    Executor(stage, transport, job.in_flight, job.first_layers, _meet_nobody, decider).run(windows)
+
+
+def _meet_nobody(entry: Entry) -> None:
+    raise AssertionError(f"{entry}: all adapters are there from the start")
 
 
 def _microbatches(data: TokenData, slot: int, bucket: Callable[[int], int]) -> Iterator[Microbatch]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -13,14 +13,16 @@ from transformers import PreTrainedTokenizerBase
 
 from mlora.config import AdapterConfig, DatasetConfig
 from mlora.data import open_source
-from mlora.engine.device import choose_device, choose_dtype, prepare
-from mlora.engine.trained import BARE_SLOT, BASE, base_of, find_trained, load_stage
+from mlora.engine.ranks import run_stages
+from mlora.engine.requests import Requests
+from mlora.engine.use import Models, Use
 from mlora.models.decoder import Decoder
 from mlora.models.generate import CachedDecoder
 from mlora.models.spec import ModelSpec, load_spec, read_json
 from mlora.models.tokenizer import load_tokenizer
 from mlora.ops.random import key_for
-from mlora.pipeline.stage import Banks
+from mlora.pipeline.transport.base import Direction, Spec, Transport
+from mlora.pipeline.transport.control import Control
 from mlora.tasks import Prompter
 from mlora.types import ROW_MULTIPLE, Microbatch, Row, SampleRef, Segment, UserError, padded
 
@@ -73,66 +75,157 @@ class _Sequence:
     ended: bool = False
 
 
-class Generator:
-    """A base model with adapters, ready to answer.
+Ask = Callable[[PreTrainedTokenizerBase], Sequence[Sequence[int]]]  # the prompts' tokens
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Work(Use):
+    """What every stage must know: all of them go through the same sequences, token by token."""
+
+    prompts: Sequence[Sequence[int]]
+    sampling: Sampling
+    batch_size: int
+    ends: frozenset[int]
+
+    def batches(self) -> Iterator[list[_Sequence]]:
+        """Every adapter under every prompt, prompt by prompt."""
+        asked = [(i, slot) for i in range(len(self.prompts)) for slot in self.names]
+        for first in range(0, len(asked), self.batch_size):
+            yield [
+                _Sequence(index=index, prompt=i, slot=slot, new=list(self.prompts[i]))
+                for index, (i, slot) in enumerate(asked[first : first + self.batch_size])
+            ]
+
+
+def generate(
+    models: Models,
+    ask: Ask,
+    sampling: Sampling,
+    batch_size: int = 16,
+    on_answer: Callable[[Answer], object] = lambda answer: None,
+) -> list[Answer]:
+    """Every adapter's answer to every prompt, prompt by prompt. Raises UserError where a prompt is too long.
 
     Args:
-        places: folders of adapters, or of runs, whose adapters are all taken; none: the base model alone.
-        base: the base model where it is not what the adapters name.
-        with_base: whether the base model answers too.
-        dtype, device: as in a configuration.
+        ask: gives the prompts, called on the first rank alone.
         batch_size: the most sequences at once; it changes no bit on a CPU.
+        on_answer: called with each answer on the first rank, as soon as it is there.
     """
+    if batch_size < 1:
+        raise UserError(f"--batch-size {batch_size}: give a positive number")
+    found: list[Answer] = run_stages(lambda world: _Lead(models, world, ask, sampling, batch_size, on_answer), _follow)
+    return found
+
+
+class _Lead:
+    """Stage 0, which has the tokenizer."""
 
     def __init__(
         self,
-        places: Sequence[str | Path],
-        base: str | None = None,
-        with_base: bool = False,
-        dtype: str = "auto",
-        device: str = "auto",
-        batch_size: int = 16,
+        models: Models,
+        world: int,
+        ask: Ask,
+        sampling: Sampling,
+        batch_size: int,
+        on_answer: Callable[[Answer], object],
     ) -> None:
-        if batch_size < 1:
-            raise UserError(f"--batch-size {batch_size}: give a positive number")
-        adapters = find_trained(places)
-        folder = base_of(adapters, base)
-        chosen = choose_device(device)
-        prepare(chosen)
-        self._spec = load_spec(folder)
-        self.tokenizer = load_tokenizer(folder, self._spec.vocab_size)
-        self._ends = _ends(folder, self.tokenizer)
-        stage = load_stage(folder, adapters, choose_dtype(dtype, chosen), chosen)
-        assert isinstance(stage.model, Decoder)
-        self._decoder, self._banks, self._batch_size = stage.model, stage.banks, batch_size
-        self._names = {slot: adapter.name for slot, adapter in enumerate(adapters, BARE_SLOT + 1)}
-        if with_base or not adapters:
-            self._names = {BARE_SLOT: BASE} | self._names
-
-    def answers(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> Iterator[Answer]:
-        """Every adapter's answer to every prompt, prompt by prompt. Raises UserError where a prompt is too long."""
+        use = models.use(world)
+        spec = load_spec(use.folder)
+        self._tokenizer, self._on_answer = load_tokenizer(use.folder, spec.vocab_size), on_answer
+        prompts = ask(self._tokenizer)
         for i, prompt in enumerate(prompts):
-            _check_length(i, len(prompt), sampling, self._spec)
-        asked = [(i, slot) for i in range(len(prompts)) for slot in self._names]
-        for first in range(0, len(asked), self._batch_size):
-            sequences = [
-                _Sequence(index=index, prompt=i, slot=slot, new=list(prompts[i]))
-                for index, (i, slot) in enumerate(asked[first : first + self._batch_size])
-            ]
-            _run(self._decoder, self._banks, sequences, sampling, self._ends)
-            for sequence in sequences:
-                yield self._answer(sequence)
+            _check_length(i, len(prompt), sampling, spec)
+        ends = _ends(use.folder, self._tokenizer)
+        self.job = _Work(**vars(use), prompts=prompts, sampling=sampling, batch_size=batch_size, ends=ends)
+
+    def run(
+        self,
+        device: torch.device,
+        transport: Transport | None,
+        stages: Control | None,
+        requests: Requests,
+        ask: Callable[[str], None],
+        world: Control | None = None,
+    ) -> list[Answer]:
+        answers = []
+        for sequence in _sequences(self.job, device, transport, requests):
+            answers.append(self._answer(sequence))
+            self._on_answer(answers[-1])
+        return answers
 
     def _answer(self, sequence: _Sequence) -> Answer:
-        text = self.tokenizer.decode(sequence.said, skip_special_tokens=True)
+        text = self._tokenizer.decode(sequence.said, skip_special_tokens=True)
         assert isinstance(text, str)
         return Answer(
             prompt=sequence.prompt,
-            adapter=self._names[sequence.slot],
+            adapter=self.job.names[sequence.slot],
             text=text,
             tokens=tuple(sequence.said),
             ended=sequence.ended,
         )
+
+
+def _follow(job: _Work, device: torch.device, transport: Transport, control: Control) -> None:
+    for _ in _sequences(job, device, transport, Requests()):
+        pass
+
+
+def _sequences(
+    job: _Work, device: torch.device, transport: Transport | None, requests: Requests
+) -> Iterator[_Sequence]:
+    """All of them, each batch when it has ended."""
+    slice_ = _Slice(job, device, transport)
+    for batch in job.batches():
+        slice_.start(batch)
+        active = sorted(batch, key=lambda sequence: sequence.slot)
+        while active:
+            requests.check()
+            for part in _parts(active):
+                for sequence, token in zip(part, slice_.tokens(part), strict=True):
+                    sequence.ended = token in job.ends
+                    sequence.new = [token]
+                    sequence.said += [] if sequence.ended else [token]
+            active = [s for s in active if not s.ended and len(s.said) < job.sampling.max_new_tokens]
+        yield from batch
+
+
+class _Slice:
+    """One stage's layers. Rows go down from stage to stage, the last one chooses the tokens, and these go up again."""
+
+    def __init__(self, job: _Work, device: torch.device, transport: Transport | None) -> None:
+        stage = job.open_stage(device, transport)
+        assert isinstance(stage.model, Decoder)
+        self._decoder, self._banks, self._sampling, self._transport = stage.model, stage.banks, job.sampling, transport
+
+    def start(self, batch: Sequence[_Sequence]) -> None:
+        """Forget the sequences before."""
+        room = [len(sequence.new) + self._sampling.max_new_tokens for sequence in batch]
+        self._cached = CachedDecoder(self._decoder, self._banks, room)
+
+    def tokens(self, part: Sequence[_Sequence]) -> list[int]:
+        """The next token of each sequence."""
+        microbatch, input_ids_T = _microbatch(part)
+        x_TD, decoder = None, self._decoder
+        if not decoder.is_first:
+            x_TD = self._receive(Direction.FORWARD, Spec((microbatch.rows, decoder.width), decoder.dtype))
+        out = self._cached.extend(microbatch, input_ids_T, [s.index for s in part], [len(s.new) for s in part], x_TD)
+        if decoder.is_last:
+            logits_SV = out.float().cpu()
+            tokens = [_choose(logits_V, self._sampling, s) for logits_V, s in zip(logits_SV, part, strict=True)]
+        else:
+            self._send(Direction.FORWARD, out)
+            tokens = self._receive(Direction.BACKWARD, Spec((len(part),), torch.int64)).tolist()
+        if not decoder.is_first:
+            self._send(Direction.BACKWARD, torch.tensor(tokens, device=decoder.device))
+        return tokens
+
+    def _send(self, direction: Direction, tensor: torch.Tensor) -> None:
+        assert self._transport is not None
+        self._transport.send(direction, [tensor])
+
+    def _receive(self, direction: Direction, spec: Spec) -> torch.Tensor:
+        assert self._transport is not None
+        return self._transport.receive(direction, [spec]).wait()[0]
 
 
 def read_prompts(config: AdapterConfig, tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
@@ -152,24 +245,6 @@ def text_prompt(text: str, system: str | None, plain: bool, tokenizer: PreTraine
         turns = [] if system is None else [{"role": "system", "content": system}]
         value = {"messages": [*turns, {"role": "user", "content": text}]}
     return Prompter(DatasetConfig(path=Path("--prompt")), tokenizer).encode(Row(value, "--prompt", 1))
-
-
-def _run(
-    decoder: Decoder, banks: Banks, sequences: Sequence[_Sequence], sampling: Sampling, ends: frozenset[int]
-) -> None:
-    """Go on with all sequences until each has ended or has its most tokens."""
-    cached = CachedDecoder(decoder, banks, [len(s.new) + sampling.max_new_tokens for s in sequences])
-    active = sorted(sequences, key=lambda sequence: sequence.slot)
-    while active:
-        for part in _parts(active):
-            owners, news = [s.index for s in part], [len(s.new) for s in part]
-            logits_SV = cached.extend(*_microbatch(part), owners, news).float().cpu()
-            for sequence, logits_V in zip(part, logits_SV, strict=True):
-                token = _choose(logits_V, sampling, sequence)
-                sequence.ended = token in ends
-                sequence.new = [token]
-                sequence.said += [] if sequence.ended else [token]
-        active = [s for s in active if not s.ended and len(s.said) < sampling.max_new_tokens]
 
 
 def _parts(sequences: Sequence[_Sequence]) -> list[list[_Sequence]]:

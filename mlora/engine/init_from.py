@@ -35,8 +35,10 @@ def load_initial(adapter: AdapterRun, spec: ModelSpec, base_model: str) -> None:
         told.append(f"use_rslora is {config.use_rslora} here and was {source.config.use_rslora} there".lower())
     if source.base_model and source.base_model != base_model:
         told.append(f"base_model is {base_model} here and was {source.base_model} there")
-    if source.config.scaling != config.scaling:
-        told.append(f"its update counts {config.scaling / source.config.scaling:.4g} times as much as there")
+    counts = [config.scaling(name) / source.config.scaling(name) for name in adapter.targets]
+    if {*counts} != {1}:
+        shown = " to ".join(f"{x:.4g}" for x in sorted({min(counts), max(counts)}))
+        told.append(f"its update counts {shown} times as much as there")
     print(f"{config.name}: begins with {config.init_from}; {'; '.join(told) or 'with the same settings'}", flush=True)
     adapter.restored = {
         f"{name}.{kind}": matrix.contiguous()
@@ -47,10 +49,10 @@ def load_initial(adapter: AdapterRun, spec: ModelSpec, base_model: str) -> None:
 
 def _check_same_shape(source: Trained, adapter: AdapterRun, spec: ModelSpec, place: str) -> None:
     config = adapter.config
-    if source.config.r != config.r:
-        raise UserError(
-            f"{place}: {config.init_from} has r {source.config.r}, not {config.r}; write r: {source.config.r}"
-        )
+    for key in ("r", "rank_pattern"):
+        there, here = (getattr(one, key) for one in (source.config, config))
+        if there != here:
+            raise UserError(f"{place}: {config.init_from} has {key} {there}, not {here}; write {key}: {there}")
     try:
         modules = check_fits(source, spec)
     except UserError as error:

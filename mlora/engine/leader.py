@@ -25,8 +25,18 @@ from mlora.engine.layout import first_layers
 from mlora.engine.live import LiveView, terminal
 from mlora.engine.loggers import Loggers, check_loggers
 from mlora.engine.memory import rows_of
-from mlora.engine.output import CHECKPOINTS, METRICS, PICTURE, TRACE, check_output, leave_output, take_output
+from mlora.engine.output import (
+    CHECKPOINTS,
+    METRICS,
+    PICTURE,
+    TRACE,
+    check_free,
+    check_output,
+    leave_output,
+    take_output,
+)
 from mlora.engine.prepare import prepare, prepare_adapter
+from mlora.engine.ranking import ranking
 from mlora.engine.recorder import Recorder, print_table
 from mlora.engine.replicas import deal, first_stage, hand_over, receive_all
 from mlora.engine.report import write_facts, write_report
@@ -57,6 +67,7 @@ class Leader:
             config = _with_added(config)
         self._on_step = on_step
         self._overwrite = start.overwrite
+        check_free(config.output_dir)
         check_output(config, start.overwrite, self._goes_on)
         check_loggers(config.report_to)
         if config.pipeline.transport == "nccl" and choose_device(config.device).type == "cpu":
@@ -140,6 +151,7 @@ class Leader:
             signal=requests.signal,
         )
         print_table(results)
+        print(ranking(self._adapters), end="", flush=True)
         status.write(at_once=True)
         _report(config.output_dir)
         leave_output(config.output_dir, lock, complete=not results.failed and requests.signal is None)

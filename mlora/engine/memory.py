@@ -111,16 +111,17 @@ class MemoryModel:
     def _adapter(self, config: AdapterConfig, targets: Collection[str], stage: int) -> int:
         """Masters, gradients and moments in float32 and the compute copy, of the stage's share of the layers."""
         shapes = linear_shapes(self.spec)
-        names = [name.split(".")[-1] for name in targets]
-        elements = sum(config.r * sum(shapes[name]) for name in names) * self.layers[stage] // self.spec.num_layers
+        elements = sum(config.rank(name) * sum(shapes[name.split(".")[-1]]) for name in targets)
+        elements = elements * self.layers[stage] // self.spec.num_layers
         wide = torch.promote_types(self.dtype, torch.float32).itemsize
-        return elements * ((2 if config.optim == "sgd" else 4) * wide + self.dtype.itemsize)
+        mask = config.loraplus_lr_ratio != 1  # which elements are of B
+        return elements * (mask + (2 if config.optim == "sgd" else 4) * wide + self.dtype.itemsize)
 
     def _microbatches(self, stage: int, rows: int, recompute: bool) -> int:
         spec, item, layers = self.spec, self.dtype.itemsize, self.layers[stage]
         attended = spec.num_heads * spec.head_dim
         qkv = attended + 2 * spec.num_kv_heads * spec.head_dim
-        cap = padded(max((config.r for config, _ in self.adapters), default=1))
+        cap = padded(max((config.largest_rank for config, _ in self.adapters), default=1))
         shrunk = cap * sum(len(paths) for paths in MERGED_LINEARS.values()) if self.adapters else 0
         rest = spec.hidden_size + qkv * (2 if spec.qk_norm else 1) + attended + 2 * spec.intermediate_size + shrunk
         kept = layers * (item * (spec.hidden_size + (0 if recompute else rest)) + 4 * spec.num_heads)
@@ -144,7 +145,9 @@ def fitted(
     if device.type == "cpu":
         tokens, recompute = _ON_CPU, False
     else:
-        active = sorted(adapters, key=lambda adapter: -adapter.config.r * len(adapter.targets))[: config.max_active]
+        active = sorted(adapters, key=lambda adapter: -sum(map(adapter.config.rank, adapter.targets)))[
+            : config.max_active
+        ]
         model = MemoryModel(
             spec=spec,
             dtype=choose_dtype(config.dtype, device),

@@ -68,12 +68,13 @@ class _Source:
     def tensor(self, name: str) -> torch.Tensor:
         """Raises UserError where a sum is not finite."""
         weight, dtype = self._plain(name), getattr(torch, self.dtype_of(name))
-        pair = self._adapter.matrices.get(name.removesuffix(".weight")) if self._adapter else None
+        module = name.removesuffix(".weight")
+        pair = self._adapter.matrices.get(module) if self._adapter else None
         if pair is not None:
             assert self._adapter is not None
             wide = torch.promote_types(weight.dtype, torch.float32)
             a_RD, b_RO = (x.to(wide) for x in pair)
-            weight = weight.to(wide, copy=True).addmm_(b_RO.T, a_RD, alpha=self._adapter.config.scaling)
+            weight = weight.to(wide, copy=True).addmm_(b_RO.T, a_RD, alpha=self._adapter.config.scaling(module))
         weight = weight.to(dtype)
         if not bool(weight.isfinite().all()):
             name_of = str(dtype).removeprefix("torch.")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import os
 import shutil
 from pathlib import Path
 from typing import IO
@@ -43,6 +44,15 @@ def check_output(config: RunConfig, overwrite: bool, resume: bool = False) -> No
             f"output_dir: {folder} holds an earlier run; give another folder, or --overwrite to replace it, or "
             "--resume auto to go on with it"
         )
+
+
+def check_free(folder: Path) -> None:
+    """Raises UserError where another run has the folder, or where it cannot be made or written."""
+    if is_live(folder):
+        raise UserError(f"output_dir: {folder} is in use by another run; give another folder, or mlora add to join it")
+    there = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise UserError(f"output_dir: {folder} cannot be written: {there} is read-only; give another folder")
 
 
 def take_output(config: RunConfig, overwrite: bool, resume: bool = False) -> IO[str]:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Literal
+from typing import Any, Literal, Protocol
 
 import torch
 import torch.distributed as dist
@@ -13,34 +12,60 @@ import torch.distributed as dist
 from mlora.engine.coordinator import OnStep
 from mlora.engine.device import choose_device, prepare, prepare_for_nccl
 from mlora.engine.exporter import tag
-from mlora.engine.leader import Leader
 from mlora.engine.replicas import lead_replica
 from mlora.engine.requests import Requests, stop
-from mlora.engine.results import Results
 from mlora.engine.signals import StopSignals
-from mlora.engine.worker import Job, Worker, model_digest
-from mlora.engine.world import World, is_launched
-from mlora.models.weights import resolve_base_model
+from mlora.engine.worker import Job, Worker, check_model
+from mlora.engine.world import World, is_launched, torchrun_world
 from mlora.pipeline.executor import Entry
 from mlora.pipeline.transport.base import Transport, TransportError
 from mlora.pipeline.transport.control import Control
 from mlora.pipeline.transport.distributed import distributed_control, distributed_transport
 from mlora.pipeline.transport.liveness import Liveness
 from mlora.pipeline.transport.local import local_controls, local_transports
-from mlora.types import UserError
 
 _ECHO_S = 3.0  # within which a launcher passes a signal on
 
 
-def train_in_threads(leader: Leader) -> Results:
-    """All stages in this process, on one device: stage 0 in this thread, each other stage in its own."""
+class Lead(Protocol):
+    """What the first rank does, as stage 0. ``job`` is what the other ranks must know, ``run`` gives what all return.
+
+    The other stages follow through ``stages``; other replicas, if there are any, report through ``world``.
+    ``requests`` is what has been asked of this rank, ``ask`` puts a wish before all.
+    """
+
+    @property
+    def job(self) -> Any: ...
+
+    def run(
+        self,
+        device: torch.device,
+        transport: Transport | None,
+        stages: Control | None,
+        requests: Requests,
+        ask: Callable[[str], None],
+        world: Control | None = None,
+    ) -> Any: ...
+
+
+Follow = Callable[[Any, torch.device, Transport, Control], None]  # what a stage behind the first does with the job
+
+
+def run_stages(lead: Callable[[int], Lead], follow: Follow, on_step: OnStep | None = None) -> Any:
+    """Over the processes that torchrun started, else over threads of this one. ``lead`` takes the number of processes;
+    it is called on the first rank alone."""
+    world = torchrun_world()
+    if world is not None and world.size > 1:
+        return _run_in_processes(world, lead, follow, on_step)
     requests = Requests()
     echo_s = _ECHO_S if is_launched() else 0.0
+    leader = lead(1)
     with StopSignals(lambda number: requests.ask(stop(number)), echo_s):
-        return _train_in_threads(leader, requests)
+        return _run_in_threads(leader, follow, requests)
 
 
-def _train_in_threads(leader: Leader, requests: Requests) -> Results:
+def _run_in_threads(leader: Lead, follow: Follow, requests: Requests) -> Any:
+    """All stages on one device: stage 0 in this thread, each other stage in its own."""
     device = choose_device(leader.job.config.device)
     prepare(device)
     stages = len(leader.job.in_flight)
@@ -49,7 +74,7 @@ def _train_in_threads(leader: Leader, requests: Requests) -> Results:
     transports, controls = local_transports(stages, device), local_controls(stages)
     with ThreadPoolExecutor(stages - 1, thread_name_prefix="stage") as threads:
         others = [
-            threads.submit(_follow_or_abort, leader.job, device, transport, control)
+            threads.submit(_follow_or_abort, follow, leader.job, device, transport, control)
             for transport, control in zip(transports[1:], controls[1:], strict=True)
         ]
         try:
@@ -61,7 +86,7 @@ def _train_in_threads(leader: Leader, requests: Requests) -> Results:
             raise
 
 
-def train_in_processes(world: World, lead: Callable[[int], Leader], on_step: OnStep | None) -> Results:
+def _run_in_processes(world: World, lead: Callable[[int], Lead], follow: Follow, on_step: OnStep | None) -> Any:
     """One stage per process. A process that dies or raises ends all others; the first real error is shown last."""
     prepare_for_nccl()
     store = world.open_store()
@@ -127,9 +152,9 @@ def _transport(job: Job, store: dist.Store, ranks: range, rank: int, device: tor
     return distributed_transport(store, ranks, rank, device, named)
 
 
-def follow(job: Job, device: torch.device, transport: Transport, control: Control) -> None:
+def follow_training(job: Job, device: torch.device, transport: Transport, control: Control) -> None:
     """Run a stage behind the first, window by window, until the leader ends the stream."""
-    _check_model(job)
+    check_model(job)
 
     def deliver(entry: Entry, tensors: Mapping[str, torch.Tensor]) -> None:
         control.report(tag(entry))
@@ -140,7 +165,7 @@ def follow(job: Job, device: torch.device, transport: Transport, control: Contro
     control.gather_objects(worker.executor.timeline)
 
 
-def _follow_or_abort(job: Job, device: torch.device, transport: Transport, control: Control) -> None:
+def _follow_or_abort(follow: Follow, job: Job, device: torch.device, transport: Transport, control: Control) -> None:
     try:
         follow(job, device, transport, control)
     except BaseException:
@@ -171,11 +196,3 @@ def _device_of(job: Job, world: World) -> torch.device:
     device = torch.device("cuda", world.local_rank % torch.cuda.device_count())
     torch.cuda.set_device(device)
     return device
-
-
-def _check_model(job: Job) -> None:
-    if model_digest(resolve_base_model(job.config.base_model)) != job.model_digest:
-        raise UserError(
-            f"base_model: {job.config.base_model} on {socket.gethostname()} is not the model that the first rank has; "
-            "copy the same files to every host"
-        )

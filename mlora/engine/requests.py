@@ -6,6 +6,7 @@ from __future__ import annotations
 import threading
 
 from mlora.engine.adapter_run import AdapterRun
+from mlora.types import Interrupted
 
 _STOP, _END = "signal ", "end "
 
@@ -26,6 +27,11 @@ class Requests:
             return
         with self._lock:
             self._ends.add(what.removeprefix(_END))
+
+    def check(self) -> None:
+        """Raises Interrupted where a signal stops the run."""
+        if self.signal is not None:
+            raise Interrupted(self.signal)
 
     def add(self, adapter: AdapterRun) -> None:
         """An adapter to be trained too."""

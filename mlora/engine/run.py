@@ -9,9 +9,9 @@ from typing import Any
 from mlora.config import RunConfig, apply_overrides, load_config, parse_config
 from mlora.engine.coordinator import OnStep
 from mlora.engine.leader import Leader, Start
-from mlora.engine.ranks import train_in_processes, train_in_threads
+from mlora.engine.ranks import follow_training, run_stages
 from mlora.engine.results import Results
-from mlora.engine.world import torchrun_restarts, torchrun_world
+from mlora.engine.world import torchrun_restarts
 from mlora.types import Interrupted, UserError
 
 
@@ -48,11 +48,7 @@ def train(
         return Leader(_as_config(config, overrides), start, on_step, world_size)
 
     start = Start(overwrite=overwrite, resume=resume, allow_changed=allow_changed, restarts=torchrun_restarts())
-    world = torchrun_world()
-    if world is not None and world.size > 1:
-        results = train_in_processes(world, lead, on_step)
-    else:
-        results = train_in_threads(lead(1))
+    results: Results = run_stages(lead, follow_training, on_step)
     if results.signal is not None:
         raise Interrupted(results.signal)
     return results

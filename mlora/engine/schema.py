@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from mlora.config import _REFUSED, AdapterConfig, DatasetConfig, PipelineConfig, RunConfig
+from mlora.config import _REFUSED, GRID, AdapterConfig, DatasetConfig, PipelineConfig, RunConfig
 
 _PLAIN: dict[Any, dict[str, Any]] = {
     int: {"type": "integer"},
@@ -33,6 +33,12 @@ def config_schema() -> dict[str, Any]:
     adapter = _object(AdapterConfig)
     adapter["properties"] |= {
         key: {"enum": list(values), "description": f"only so: {why}"} for key, (values, why) in _REFUSED.items()
+    }
+    adapter["properties"]["grid"] = {
+        "type": ["object", "null"],
+        "properties": {key: {"type": "array", "items": adapter["properties"][key], "minItems": 1} for key in GRID},
+        "additionalProperties": False,
+        "description": "an adapter for each combination of these values",
     }
     common = {key: value for key, value in adapter["properties"].items() if key not in _OWN_PER_ADAPTER}
     run["properties"] |= {

@@ -98,10 +98,11 @@ def check_fits(adapter: Trained, spec: ModelSpec) -> tuple[str, ...]:
         targets = match_targets(adapter.config, spec.num_layers)
     except UserError as error:
         raise UserError(f"{adapter_files(adapter.folder)[0]}: {error}") from None
-    shapes, r = linear_shapes(spec), adapter.config.r
+    shapes = linear_shapes(spec)
     for name in sorted({*targets, *adapter.matrices}):
         found = [list(x.shape) for x in adapter.matrices.get(name, ())]
         out_features, in_features = shapes.get(name.split(".")[-1], (0, 0))
+        r = adapter.config.rank(name)
         wanted = [[r, in_features], [r, out_features]] if name in targets else []
         if found != wanted:
             raise UserError(
@@ -112,16 +113,34 @@ def check_fits(adapter: Trained, spec: ModelSpec) -> tuple[str, ...]:
 
 
 def load_stage(
-    folder: Path, adapters: Sequence[Trained], dtype: torch.dtype, device: torch.device, layers: range | None = None
+    folder: Path,
+    adapters: Sequence[Trained],
+    dtype: torch.dtype,
+    device: torch.device,
+    layers: range | None = None,
+    quantization: Quantization | None = None,
 ) -> Stage:
-    """The base model, or some of its layers, with adapter i in slot i + 1. Raises UserError where one does not fit."""
+    """The base model, or some of its layers, with adapter i in slot i + 1. Raises UserError where one does not fit.
+
+    ``quantization``: how its linears are kept, if they are not stored quantised.
+    """
     spec = load_spec(folder)
     for adapter in adapters:
         check_fits(adapter, spec)
     checkpoint = Checkpoint(folder, spec)
-    check_quantization(checkpoint.stored, dtype, device)
+    quantization = checkpoint.stored or quantization
+    check_quantization(quantization, dtype, device)
     layers = range(spec.num_layers) if layers is None else layers
-    return stage_of(Decoder(spec, checkpoint, layers, dtype, device, checkpoint.stored), adapters)
+    return stage_of(Decoder(spec, checkpoint, layers, dtype, device, quantization), adapters)
+
+
+def kept_by_all(adapters: Sequence[Trained]) -> Quantization | None:
+    """How the base was kept while they were trained. Raises UserError where that differs, since they share one."""
+    ways = {adapter.name: adapter.kept[0] if adapter.kept else None for adapter in adapters}
+    if any(way != other for way in ways.values() for other in ways.values()):
+        shown = ", ".join(f"{name}: {way.kind if way else 'not quantised'}" for name, way in ways.items())
+        raise UserError(f"the adapters were trained on a base that was kept in different ways ({shown}); ask one at a time")
+    return next(iter(ways.values()), None)
 
 
 def stage_of(model: Decoder, adapters: Sequence[Trained]) -> Stage:

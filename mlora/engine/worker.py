@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import socket
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from mlora.models.weights import Checkpoint, resolve_base_model
 from mlora.pipeline.executor import Decider, Entry, Executor, Window
 from mlora.pipeline.stage import Stage
 from mlora.pipeline.transport.base import Transport
-from mlora.types import Microbatch
+from mlora.types import Microbatch, UserError
 
 _LAST = 200  # actions that are looked at to say how full microbatches are
 Deliver = Callable[[Entry, Mapping[str, torch.Tensor]], None]
@@ -46,6 +47,15 @@ def model_digest(folder: Path) -> str:
             header = file.read(8)
             digest.update(f"{path.name} {path.stat().st_size} ".encode() + file.read(int.from_bytes(header, "little")))
     return digest.hexdigest()
+
+
+def check_model(job: Job) -> None:
+    """Raises UserError where this host has other files of the base model than the first rank."""
+    if model_digest(resolve_base_model(job.config.base_model)) != job.model_digest:
+        raise UserError(
+            f"base_model: {job.config.base_model} on {socket.gethostname()} is not the model that the first rank has; "
+            "copy the same files to every host"
+        )
 
 
 class Worker:

@@ -29,6 +29,11 @@ class World:
         return dist.PrefixStore(f"mlora/{torchrun_restarts()}", store)
 
 
+def is_first_rank() -> bool:
+    """Whether this process is the one that shows and writes."""
+    return os.environ.get("RANK", "0") == "0"
+
+
 def torchrun_restarts() -> int:
     """How often torchrun has started this run anew."""
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))

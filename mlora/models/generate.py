@@ -19,12 +19,12 @@ from mlora.types import Microbatch, padded
 
 
 class CachedDecoder:
-    """A whole decoder that adds rows to several sequences and keeps the keys and values of the rows before.
+    """A decoder, or a slice of one, that adds rows to several sequences and keeps the keys and values of those before.
 
     On a CPU a sequence's logits are the same bits whatever others there are.
 
     Args:
-        decoder: all layers of the model.
+        decoder: layers of the model.
         banks: the adapters' matrices by layer.
         capacities: the most rows that each sequence will have.
     """
@@ -44,9 +44,16 @@ class CachedDecoder:
 
     @torch.no_grad()
     def extend(
-        self, microbatch: Microbatch, input_ids_T: torch.Tensor, owners: Sequence[int], news: Sequence[int]
+        self,
+        microbatch: Microbatch,
+        input_ids_T: torch.Tensor,
+        owners: Sequence[int],
+        news: Sequence[int],
+        x_TD: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Logits behind the last new row of each sequence in ``owners``, [sequences, V].
+        """Logits behind the last new row of each sequence in ``owners``, [sequences, V]; or rows for the next slice.
+
+        ``x_TD`` are the rows of the slice before; the first one embeds.
 
         Their rows lie one after another, ``news[i]`` of the i-th. The microbatch says whose adapter they are; a sample
         of it may hold the rows of several sequences.
@@ -54,10 +61,12 @@ class CachedDecoder:
         decoder, routing = self._decoder, route(microbatch, self._decoder.device, dropout=False)
         packed = decoder.pack_at(routing, self._positions(routing.rows, owners, news), self._longest)
         attend = {layer: partial(self._attend, layer, owners, news) for layer in decoder.layers}
-        x_TD = decoder.embed(input_ids_T.to(decoder.device))
+        x_TD = decoder.embed(input_ids_T.to(decoder.device)) if x_TD is None else x_TD
         out_TD = decoder.infer(x_TD, packed, self._banks, attend)
         for owner, new in zip(owners, news, strict=True):
             self._lengths[owner] += new
+        if not decoder.is_last:
+            return out_TD
         last = torch.tensor(news).cumsum(0) - 1
         rows = F.pad(last, (0, padded(len(last)) - len(last)))  # so that no row's product depends on how many there are
         return (decoder.norm(out_TD[rows.to(decoder.device)]) @ decoder.head_VD.T)[: len(last)]

@@ -42,7 +42,7 @@ _LEAST_SLOTS = 64  # of the table that kernels read; it grows when a slot lies b
 @dataclass(frozen=True, kw_only=True)
 class LoraPart:
     """One module of a merged linear: its place among them, its rows of the stacked A, its output columns, its B
-    (stored [R, O])."""
+    (stored [R, O]), how much B·A counts."""
 
     index: int
     ranks: slice
@@ -50,6 +50,7 @@ class LoraPart:
     b_RO: torch.Tensor
     grad_b_RO: torch.Tensor
     key: Key
+    scaling: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +60,6 @@ class LoraGroup:
     a_RD: torch.Tensor
     grad_a_RD: torch.Tensor
     parts: tuple[LoraPart, ...]
-    scaling: float
     dropout: float
 
 
@@ -245,7 +245,7 @@ def _rank_cap(rank: int) -> int:
 
 
 def _entry(group: LoraGroup, part: LoraPart) -> list[int]:
-    scaling, keep_scale = np.array([group.scaling, 1 / (1 - group.dropout)], dtype=np.float32).view(np.int32).tolist()
+    scaling, keep_scale = np.array([part.scaling, 1 / (1 - group.dropout)], dtype=np.float32).view(np.int32).tolist()
     a_RD, grad_a_RD = group.a_RD[part.ranks], group.grad_a_RD[part.ranks]
     pointers = [x.data_ptr() for x in (a_RD, part.b_RO, grad_a_RD, part.grad_b_RO)]
     key = int(np.uint64(dropout_key(part.key)).astype(np.int64))
@@ -266,9 +266,9 @@ def _shrink(
 ) -> torch.Tensor:
     """s · drop(x)·Aᵀ for all parts, [N, R]."""
     if group.dropout == 0 or not dropout:
-        return _product(x_ND, group.a_RD.T).mul_(group.scaling)
+        return _scale(_product(x_ND, group.a_RD.T), group)
     columns = [_product(_drop(x_ND, group, part, segment, sample), group.a_RD[part.ranks].T) for part in group.parts]
-    return torch.cat(columns, dim=1).mul_(group.scaling)
+    return _scale(torch.cat(columns, dim=1), group)
 
 
 def _backward_b(dy_NO: torch.Tensor, s_NR: torch.Tensor, group: LoraGroup) -> torch.Tensor:
@@ -277,7 +277,13 @@ def _backward_b(dy_NO: torch.Tensor, s_NR: torch.Tensor, group: LoraGroup) -> to
     for part in group.parts:
         _accumulate(part.grad_b_RO, s_NR[:, part.ranks], dy_NO[:, part.columns])
         ds_NR[:, part.ranks] = _product(dy_NO[:, part.columns], part.b_RO.T)
-    return ds_NR.mul_(group.scaling)
+    return _scale(ds_NR, group)
+
+
+def _scale(s_NR: torch.Tensor, group: LoraGroup) -> torch.Tensor:
+    for part in group.parts:
+        s_NR[:, part.ranks].mul_(part.scaling)
+    return s_NR
 
 
 def _add_a(dx_ND: torch.Tensor, ds_NR: torch.Tensor, group: LoraGroup, segment: Segment, sample: SampleRef) -> None:

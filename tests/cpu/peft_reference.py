@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from peft import LoraConfig, get_peft_model
+from peft.optimizers import create_loraplus_optimizer
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, get_scheduler
 from transformers.models.llama import modeling_llama
 
@@ -58,7 +59,7 @@ def train_with_peft(
         if hasattr(module, "lora_dropout") and config.lora_dropout > 0:
             module.lora_dropout["default"] = EngineDropout(config, name.removeprefix("base_model.model."), clock)
     parameters = [p for p in model.parameters() if p.requires_grad]
-    optimizer = _optimizer(config, parameters)
+    optimizer = _optimizer(config, model, parameters)
     scheduler = get_scheduler(config.lr_scheduler_type, optimizer, warmup, total_steps)
     sampler = Sampler(len(data), config.seed, config.rows_per_step)
     reference = Reference(start=_tensors(model))
@@ -109,6 +110,8 @@ def _build(
             lora_dropout=config.lora_dropout,
             target_modules=targets if isinstance(targets, str) else list(targets),
             use_rslora=config.use_rslora,
+            rank_pattern=dict(config.rank_pattern),
+            alpha_pattern=dict(config.alpha_pattern),
             layers_to_transform=None if config.layers_to_transform is None else list(config.layers_to_transform),
             task_type="CAUSAL_LM",
         ),
@@ -123,15 +126,20 @@ def _build(
     return model.train()
 
 
-def _optimizer(config: AdapterConfig, parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
+def _optimizer(
+    config: AdapterConfig, model: torch.nn.Module, parameters: list[torch.nn.Parameter]
+) -> torch.optim.Optimizer:
     if config.optim == "sgd":
         return torch.optim.SGD(parameters, lr=config.learning_rate, weight_decay=config.weight_decay)
-    return torch.optim.AdamW(
-        parameters,
-        lr=config.learning_rate,
-        betas=(config.adam_beta1, config.adam_beta2),
-        eps=config.adam_epsilon,
-        weight_decay=config.weight_decay,
+    keys = {"lr": config.learning_rate, "betas": (config.adam_beta1, config.adam_beta2), "eps": config.adam_epsilon}
+    if config.loraplus_lr_ratio == 1:
+        return torch.optim.AdamW(parameters, weight_decay=config.weight_decay, **keys)
+    return create_loraplus_optimizer(
+        model,
+        torch.optim.AdamW,
+        loraplus_lr_ratio=config.loraplus_lr_ratio,
+        loraplus_weight_decay=config.weight_decay,
+        **keys,
     )
 
 

@@ -93,10 +93,13 @@ def test_clipping_can_be_off():
 OPTIMIZERS = {
     "adamw": {"weight_decay": 0.1, "adam_beta1": 0.8, "adam_beta2": 0.95, "adam_epsilon": 1e-6},
     "sgd": {"optim": "sgd", "weight_decay": 0.05},
+    "lora+": {"weight_decay": 0.1, "loraplus_lr_ratio": 3.0, "rank_pattern": {"k_proj": 3}},
+    "sgd with lora+": {"optim": "sgd", "loraplus_lr_ratio": 3.0},
 }
 
 
 def _pefts_optimizer(config, parameters) -> torch.optim.Optimizer:
+    parameters = [{"params": parameters[0::2]}, {"params": parameters[1::2]}]  # every A, every B
     if config.optim == "sgd":
         return torch.optim.SGD(parameters, lr=1.0, weight_decay=config.weight_decay)
     betas = (config.adam_beta1, config.adam_beta2)
@@ -118,7 +121,7 @@ def test_updates_are_torchs_tensor_by_tensor(keys):
                 view.copy_(torch.randn(view.shape, generator=generator, dtype=torch.float64))
                 parameter.grad = view * coefficient
         optimizer.step(rate, coefficient)
-        reference.param_groups[0]["lr"] = rate
+        reference.param_groups[0]["lr"], reference.param_groups[1]["lr"] = rate, rate * state.config.loraplus_lr_ratio
         reference.step()
         assert not state.grad.any(), "the gradients were not cleared"
         assert torch.equal(state.compute, state.master), "the compute copy is old"
@@ -229,24 +232,26 @@ def _step(stage, state, seed) -> None:
     stage.step(0, StepDecision(0.1, 0.5, skip=False))
 
 
+@pytest.mark.parametrize("ratio", [1, 4])
 @pytest.mark.parametrize("optim", ["adamw_torch", "sgd"])
-def test_snapshots_of_two_stages_go_on_in_one_and_the_reverse(optim):
+def test_snapshots_of_two_stages_go_on_in_one_and_the_reverse(optim, ratio):
     """Three steps straight, and three with a change of stages behind the first and the second."""
-    straight, state = _stage(range(LAYERS), optim=optim, weight_decay=0.1)
+    keys = {"optim": optim, "weight_decay": 0.1, "loraplus_lr_ratio": ratio}
+    straight, state = _stage(range(LAYERS), **keys)
     for seed in range(3):
         _step(straight, state, seed)
-    parts = [_stage(range(1), optim=optim, weight_decay=0.1), _stage(range(1, LAYERS), optim=optim, weight_decay=0.1)]
+    parts = [_stage(range(1), **keys), _stage(range(1, LAYERS), **keys)]
     saved = {}
     for part in parts:
         _step(*part, 0)
         saved |= part[0].snapshot(0)
-    one, its_state = _stage(range(LAYERS), optim=optim, weight_decay=0.1)
+    one, its_state = _stage(range(LAYERS), **keys)
     one.restore(0, saved)
     _step(one, its_state, 1)
     saved = one.snapshot(0)
     found = {}
     for layers in (range(2), range(2, LAYERS)):
-        part = _stage(layers, optim=optim, weight_decay=0.1)
+        part = _stage(layers, **keys)
         part[0].restore(0, saved)
         _step(*part, 2)
         found |= part[0].snapshot(0)
@@ -264,3 +269,9 @@ def test_a_snapshot_does_not_change_with_later_steps():
     _step(stage, state, 1)
     assert all(torch.equal(saved[name], before[name]) for name in saved)
     assert not torch.equal(saved["optimizer.step"], stage.snapshot(0)["optimizer.step"])
+
+
+def test_lora_plus_works_on_a_stage_without_a_module_of_the_adapter():
+    stage, state = _stage(range(1), layers_to_transform=[2], loraplus_lr_ratio=4)
+    stage.step(0, StepDecision(0.1, 1.0, skip=False))
+    assert not state.matrices() and set(stage.snapshot(0)) == {"optimizer.step"}

@@ -34,6 +34,12 @@ ADAPTERS = {
     "excluded": {"r": 2, "exclude_modules": ["o_proj", "down_proj"]},
     "full-names": {"r": 2, "target_modules": ["model.layers.1.mlp.gate_proj", "model.layers.0.self_attn.k_proj"]},
     "orthogonal": {"r": 4, "init_lora_weights": "orthogonal"},
+    "patterns": {
+        "r": 4,
+        "rank_pattern": {r"layers\.[12]\.self_attn\.q_proj": 9, "(up|down)_proj": 2, "q_proj": 3},
+        "alpha_pattern": {"(k_proj|layers.0.self_attn)": 4.5, "layers.0.mlp.down_proj": 64},
+        "use_rslora": True,
+    },
     "random-b": {"r": 2, "init_lora_weights": False},
 }
 
@@ -296,4 +302,4 @@ def test_warnings_name_what_vllm_will_refuse(keys, expected):
 def test_the_form_of_rslora_that_the_warning_names_scales_alike():
     (warning,) = deployment_warnings(_config(r=16, lora_alpha=8, use_rslora=True))
     assert "llama.cpp" in warning and warning.endswith("lora_alpha 32")
-    assert _config(r=16, lora_alpha=8, use_rslora=True).scaling == _config(r=16, lora_alpha=32).scaling
+    assert _config(r=16, lora_alpha=8, use_rslora=True).scaling("") == _config(r=16, lora_alpha=32).scaling("")

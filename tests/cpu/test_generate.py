@@ -12,7 +12,9 @@ from transformers import AutoModelForCausalLM
 
 from mlora import cli
 from mlora.config import data_config
-from mlora.engine.generate import Generator, Sampling, read_prompts, text_prompt
+from mlora.engine.generate import Answer, Sampling, generate, read_prompts, text_prompt
+from mlora.engine.use import Models
+from mlora.models.generate import CachedDecoder
 from tests.cpu.runs import run, write_rows
 from tests.cpu.tiny import FAMILIES, save_tiny, tiny_tokenizer
 
@@ -42,6 +44,10 @@ def _prompts(tokenizer):
     return [tokenizer(text).input_ids for text in texts]
 
 
+def _answers(places, prompts, sampling, batch_size=16, **models) -> list[Answer]:
+    return generate(Models(places, **models), lambda tokenizer: prompts, sampling, batch_size)
+
+
 def _peft_answer(model, prompt):
     ids = torch.tensor([prompt])
     mask = torch.ones_like(ids)
@@ -51,9 +57,8 @@ def _peft_answer(model, prompt):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_greedy_answers_are_those_of_transformers_and_peft(tmp_path, family):
     folder = _run(tmp_path, family)
-    generator = Generator([folder], with_base=True, dtype="float32", device="cpu")
-    prompts = _prompts(generator.tokenizer)
-    answers = list(generator.answers(prompts, Sampling(max_new_tokens=NEW)))
+    prompts = _prompts(tiny_tokenizer())
+    answers = _answers([folder], prompts, Sampling(max_new_tokens=NEW), with_base=True, dtype="float32", device="cpu")
     assert Counter(answer.adapter for answer in answers) == dict.fromkeys(("base", "wide", "narrow"), len(prompts))
     for answer in answers:
         model = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32)
@@ -67,20 +72,47 @@ def test_greedy_answers_are_those_of_transformers_and_peft(tmp_path, family):
 
 @pytest.mark.parametrize("sampling", [Sampling(max_new_tokens=NEW), Sampling(max_new_tokens=NEW, temperature=1.0)])
 def test_an_answer_does_not_depend_on_its_company(llama, sampling):
-    together = Generator([llama], with_base=True, batch_size=64)
-    prompts = _prompts(together.tokenizer) * 6  # more than 16 sequences of one adapter
-    answers = list(together.answers(prompts, sampling))
-    alone = Generator([llama / "adapters" / "narrow"], batch_size=1)
-    mine = [answer for answer in answers if answer.adapter == "narrow"]
-    assert mine == list(alone.answers(prompts, sampling))
+    prompts = _prompts(tiny_tokenizer()) * 6  # more than 16 sequences of one adapter
+    together = _answers([llama], prompts, sampling, batch_size=64, with_base=True)
+    mine = [answer for answer in together if answer.adapter == "narrow"]
+    assert mine == _answers([llama / "adapters" / "narrow"], prompts, sampling, batch_size=1)
+
+
+@pytest.mark.parametrize("stages", [2, 3])
+@pytest.mark.parametrize("sampling", [Sampling(max_new_tokens=NEW), Sampling(max_new_tokens=NEW, temperature=1.0)])
+def test_answers_do_not_depend_on_the_stages(llama, sampling, stages):
+    prompts = _prompts(tiny_tokenizer())
+    wanted = _answers([llama], prompts, sampling, with_base=True)
+    assert _answers([llama], prompts, sampling, with_base=True, stages=stages, batch_size=5) == wanted
+    assert len({answer.tokens for answer in wanted}) > 6
+
+
+def test_each_answer_is_shown_as_soon_as_it_is_there(llama):
+    shown = []
+    sampling = Sampling(max_new_tokens=3)
+    answers = generate(Models([llama], stages=2), lambda tokenizer: [[40], [41, 42]], sampling, 1, shown.append)
+    assert answers == shown and len(shown) == 4
+
+
+def test_an_error_on_a_stage_ends_all_with_its_own_words(llama, monkeypatch):
+    original = CachedDecoder.extend
+
+    def extend(self, *args):
+        if self._decoder.is_last:
+            raise RuntimeError("the last stage is broken")
+        return original(self, *args)
+
+    monkeypatch.setattr(CachedDecoder, "extend", extend)
+    with pytest.raises(RuntimeError, match="the last stage is broken"):
+        _answers([llama], [[40]], Sampling(max_new_tokens=NEW), stages=3)
 
 
 def test_draws_follow_seed_and_prompt(llama):
-    generator = Generator([llama / "adapters" / "wide"])
     prompts = [[40, 41, 42]] * 3
 
     def texts(**keys):
-        return [a.tokens for a in generator.answers(prompts, Sampling(max_new_tokens=NEW, **keys))]
+        sampling = Sampling(max_new_tokens=NEW, **keys)
+        return [answer.tokens for answer in _answers([llama / "adapters" / "wide"], prompts, sampling)]
 
     drawn = texts(temperature=1.0, seed=1)
     assert drawn == texts(temperature=1.0, seed=1) != texts(temperature=1.0, seed=2)
@@ -89,8 +121,8 @@ def test_draws_follow_seed_and_prompt(llama):
 
 
 def test_draws_have_the_models_probabilities(llama):
-    generator = Generator([llama / "adapters" / "wide"], batch_size=500)
-    answers = generator.answers([[40, 41, 42]] * 500, Sampling(max_new_tokens=1, temperature=2.0))
+    sampling = Sampling(max_new_tokens=1, temperature=2.0)
+    answers = _answers([llama / "adapters" / "wide"], [[40, 41, 42]] * 500, sampling, batch_size=500)
     counts = Counter(answer.tokens for answer in answers)
     model = AutoModelForCausalLM.from_pretrained(llama.parent / "model", dtype=torch.float32)
     model = PeftModel.from_pretrained(model, llama / "adapters" / "wide").eval()

@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM
 from mlora import UserError
 from mlora.config import data_config
 from mlora.engine.evaluate import evaluate
+from mlora.engine.use import Models
 from tests.cpu.runs import outcome, run, write_rows
 from tests.cpu.tiny import save_tiny
 
@@ -41,7 +42,7 @@ def test_training_begins_with_the_other_adapters_matrices(first, tmp_path):
     assert all(torch.equal(found.weights[key], x) for key, x in first[1].weights.items())
     model = AutoModelForCausalLM.from_pretrained(first[0] / "model", dtype=torch.float32)
     assert PeftModel.from_pretrained(model, first[0] / "run/adapters/one")
-    (evaluation,) = evaluate([first[0] / "run"], data_config(first[0] / "rows.jsonl"))
+    (evaluation,) = evaluate(Models([first[0] / "run"]), data_config(first[0] / "rows.jsonl"))
     assert found.losses[0] == pytest.approx(evaluation.loss, rel=1e-6)
     assert found.losses[0] < 0.8 * first[1].losses[0]
 

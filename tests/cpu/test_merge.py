@@ -21,6 +21,7 @@ from mlora.engine.evaluate import evaluate
 from mlora.engine.merge import merge
 from mlora.engine.portable import export_portable
 from mlora.engine.prepare import cache_folder
+from mlora.engine.use import Models
 from mlora.models.tokenizer import load_tokenizer
 from mlora.tasks import SftTask
 from tests.cpu.runs import run, write_rows
@@ -29,6 +30,7 @@ from tests.cpu.tiny import VOCAB, save_tiny
 ADAPTERS = {
     "wide": {"r": 8, "max_steps": 25},
     "rs": {"r": 3, "use_rslora": True, "lora_alpha": 5, "target_modules": ["q_proj", "down_proj"]},
+    "mixed": {"r": 2, "rank_pattern": {"q_proj": 6}, "alpha_pattern": {"layers.1.*": 9}, "use_rslora": True},
     "layer": {"r": 2, "target_modules": ["v_proj", "up_proj"], "layers_to_transform": [1]},
 }
 IDS = torch.arange(3, 40)[None]
@@ -182,22 +184,25 @@ def _reference(base, adapter, path):
 
 def test_loss_and_accuracy_are_those_of_transformers(trained, tmp_path):
     path = write_rows(tmp_path / "held-out.jsonl", 40, seed=5, longest=40)
-    found = evaluate([trained], data_config(path), with_base=True)
-    assert [evaluation.adapter for evaluation in found] == ["base", "layer", "rs", "wide"]
+    found = evaluate(Models([trained], with_base=True), data_config(path))
+    assert [evaluation.adapter for evaluation in found] == ["base", "layer", "mixed", "rs", "wide"]
     for evaluation in found:
         adapter = None if evaluation.adapter == "base" else trained / "adapters" / evaluation.adapter
         loss, accuracy, count = _reference(trained.parent / "model", adapter, path)
         assert evaluation.loss == pytest.approx(loss, rel=1e-5) and evaluation.accuracy == accuracy
         assert evaluation.target_tokens == count and evaluation.rows == 40
         assert evaluation.perplexity == pytest.approx(math.exp(loss), rel=1e-4)
-    assert len({evaluation.loss for evaluation in found}) == 4
+    assert len({evaluation.loss for evaluation in found}) == 1 + len(ADAPTERS)
     assert found[-1].accuracy > 0.1, "an accuracy of nothing proves nothing"
 
 
 def test_an_adapters_loss_is_the_same_alone(trained, tmp_path):
     path = write_rows(tmp_path / "held-out.jsonl", 20, seed=5)
-    together = evaluate([trained], data_config(path), with_base=True)
-    assert evaluate([trained / "adapters" / "rs"], data_config(path)) == [e for e in together if e.adapter == "rs"]
+    together = evaluate(Models([trained], with_base=True), data_config(path))
+    alone = evaluate(Models([trained / "adapters" / "rs"]), data_config(path))
+    assert alone == [e for e in together if e.adapter == "rs"]
+    for stages in (2, 3):
+        assert evaluate(Models([trained], with_base=True, stages=stages), data_config(path)) == together
 
 
 def test_the_command_prints_a_table_or_json(trained, tmp_path, capsys):
@@ -206,6 +211,6 @@ def test_the_command_prints_a_table_or_json(trained, tmp_path, capsys):
     assert capsys.readouterr().out.startswith("adapter     rows     tokens      loss  perplexity  accuracy\n")
     assert cli.main(["eval", str(trained), "--file", str(path), "--json", "--set", "max_length=60"]) == 0
     entries = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert [entry["adapter"] for entry in entries] == ["layer", "rs", "wide"]
+    assert [entry["adapter"] for entry in entries] == ["layer", "mixed", "rs", "wide"]
     assert cli.main(["eval", str(trained), "--file", str(path), "--set", "dataset.format=messages"]) == 2
     assert "held-out.jsonl:1" in capsys.readouterr().err

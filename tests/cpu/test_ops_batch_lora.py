@@ -28,7 +28,7 @@ D = 80
 OUTS = {"q": 48, "k": 16, "v": 32}
 WIDTH = sum(OUTS.values())
 LIMITS = {torch.float64: 1e-13, torch.float32: 2e-6}  # relative to the largest element
-# slot (with gaps) -> r, modules, dropout, scaling
+# slot (with gaps) -> r, modules, dropout, scaling; slot 7 has another r and scaling in each module
 ADAPTERS = {
     0: (3, "qkv", 0.0, 2.0),
     1: (4, "qv", 0.1, 0.5),
@@ -46,17 +46,22 @@ def _group(slot: int, dtype: torch.dtype, r: int | None = None) -> LoraGroup:
     parts, rank, column = [], 0, 0
     for index, (module, width) in enumerate(OUTS.items()):
         if module in modules:
-            b_RO = torch.randn(r, width, generator=generator, dtype=dtype).requires_grad_()
-            ranks, columns = slice(rank, rank + r), slice(column, column + width)
-            key = key_for(slot, module)
-            grad_b_RO = torch.zeros(r, width, dtype=dtype)
-            parts.append(LoraPart(index=index, ranks=ranks, columns=columns, b_RO=b_RO, grad_b_RO=grad_b_RO, key=key))
-            rank += r
+            own = 1 + index if slot == 7 else 1
+            stop = rank + r * own
+            part = LoraPart(
+                index=index,
+                ranks=slice(rank, stop),
+                columns=slice(column, column + width),
+                b_RO=torch.randn(stop - rank, width, generator=generator, dtype=dtype).requires_grad_(),
+                grad_b_RO=torch.zeros(stop - rank, width, dtype=dtype),
+                key=key_for(slot, module),
+                scaling=scaling / own,
+            )
+            parts.append(part)
+            rank = stop
         column += width
     a_RD = torch.randn(rank, D, generator=generator, dtype=dtype).requires_grad_()
-    return LoraGroup(
-        a_RD=a_RD, grad_a_RD=torch.zeros(rank, D, dtype=dtype), parts=tuple(parts), scaling=scaling, dropout=dropout
-    )
+    return LoraGroup(a_RD=a_RD, grad_a_RD=torch.zeros(rank, D, dtype=dtype), parts=tuple(parts), dropout=dropout)
 
 
 def _bank_of(groups: dict[int, LoraGroup]) -> LinearBank:
@@ -110,7 +115,7 @@ def _formula(
                     keep_ND = keep_mask(part.key, segment.step, sample.ordinal, last - first, D, group.dropout)
                     dropped_ND = dropped_ND * keep_ND / (1 - group.dropout)
                 full_TO = torch.zeros_like(y_TO)
-                full_TO[first:last, part.columns] = group.scaling * (dropped_ND @ group.a_RD[part.ranks].T) @ part.b_RO
+                full_TO[first:last, part.columns] = part.scaling * (dropped_ND @ group.a_RD[part.ranks].T) @ part.b_RO
                 y_TO = y_TO + full_TO
     return y_TO
 

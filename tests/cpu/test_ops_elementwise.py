@@ -67,9 +67,15 @@ def _term(rows: int, width: int, pending: bool, through: str = "B", seed: int = 
     for slot, (r, dropout) in {0: (3, 0.0), 3: (2, 0.4)}.items():
         a_RD, b_RO = _random(r, inner, seed=seed + slot), _random(r, columns, seed=seed + slot + 1)
         part = LoraPart(
-            index=0, ranks=slice(0, r), columns=slice(0, columns), b_RO=b_RO, grad_b_RO=b_RO, key=key_for(slot, "part")
+            index=0,
+            ranks=slice(0, r),
+            columns=slice(0, columns),
+            b_RO=b_RO,
+            grad_b_RO=b_RO,
+            key=key_for(slot, "part"),
+            scaling=2.0,
         )
-        bank.put(slot, LoraGroup(a_RD=a_RD, grad_a_RD=a_RD, parts=(part,), scaling=2.0, dropout=dropout))
+        bank.put(slot, LoraGroup(a_RD=a_RD, grad_a_RD=a_RD, parts=(part,), dropout=dropout))
     products = _random(rows, bank.rank_cap, seed=seed)
     return LoraTerm(products=products, bank=bank, routing=routing, through=through, pending=pending)
 

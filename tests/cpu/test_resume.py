@@ -39,10 +39,11 @@ def adapters(tmp_path_factory):
     rows = {name: str(write_rows(folder / f"{name}.jsonl", 14, i, 25)) for i, name in enumerate(NAMES)}
     return [
         common
-        | {"name": "a", "dataset": rows["a"], "r": 8, "lora_dropout": 0.1, "max_grad_norm": 0.5}
+        | {"name": "a", "dataset": rows["a"], "r": 8, "lora_dropout": 0.1, "max_grad_norm": 0.5, "loraplus_lr_ratio": 5}
         | {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 3, "logging_steps": 3},
         common | {"name": "b", "dataset": rows["b"], "r": 4, "target_modules": ["q_proj", "down_proj"], "max_steps": 3},
-        common | {"name": "c", "dataset": rows["c"], "r": 16, "layers_to_transform": [3], "use_rslora": True},
+        common
+        | {"name": "c", "dataset": rows["c"], "r": 16, "layers_to_transform": [3], "rank_pattern": {"k_proj": 6}},
         common | {"name": "d", "dataset": rows["d"], "r": 4, "optim": "sgd", "per_device_train_batch_size": 1},
     ]
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import os
+from pathlib import Path
 
 import pytest
 import torch
@@ -68,6 +70,24 @@ def test_a_second_run_in_the_same_folder_is_refused(tmp_path, model, adapter):
         mlora.train(config, overwrite=True)
     lock.close()
     mlora.train(config, overwrite=True)
+
+
+@pytest.mark.parametrize("keys", [{}, {"overwrite": True}, {"resume": "auto"}])
+def test_a_folder_in_use_is_refused_before_anything_is_read(tmp_path, model, adapter, keys):
+    config = _config(model, tmp_path / "run", adapter | {"dataset": "nowhere.jsonl"})
+    lock = take_output(mlora.parse_config(config), overwrite=False)
+    with pytest.raises(UserError, match="is in use by another run; give another folder, or mlora add"):
+        mlora.train(config, **keys)
+    lock.close()
+
+
+def test_a_read_only_folder_is_refused_before_anything_is_read(tmp_path, model, adapter, monkeypatch):
+    mount = tmp_path / "mount"
+    mount.mkdir()
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != mount)
+    config = _config(model, mount / "deep" / "run", adapter | {"dataset": "nowhere.jsonl"})
+    with pytest.raises(UserError, match=r"cannot be written: .*mount is read-only; give another folder"):
+        mlora.train(config)
 
 
 def test_what_is_no_checkpoint_and_links_to_elsewhere_are_never_touched(tmp_path, model, adapter):

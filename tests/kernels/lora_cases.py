@@ -16,7 +16,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # on a CPU Triton's int
 DTYPES = [torch.float32, torch.bfloat16, torch.float16] if DEVICE == "cuda" else [torch.float32]
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}  # relative to the largest element
 
-# slot (with gaps) -> r, dropout, scaling
+# slot (with gaps) -> r, dropout, scaling; slot 1 has another r and scaling in each module
 ADAPTERS = {0: (3, 0.0, 2.0), 1: (8, 0.1, 0.5), 4: (24, 0.0, 1.0), 7: (200, 0.25, 0.75), 9: (16, 0.0, 1.5)}
 LENGTHS = {0: [1, 5], 1: [70, 2], 4: [127], 7: [33, 64], 9: [1]}  # slot -> lengths of its samples
 
@@ -42,23 +42,26 @@ def _group(slot, r, dropout, scaling, modules, widths, in_width, dtype, device):
     def grads(*shape):
         return torch.randn(*shape, generator=generator).to(device)
 
-    parts = [
-        LoraPart(
-            index=i,
-            ranks=slice(n * r, (n + 1) * r),
-            columns=slice(sum(widths[:i]), sum(widths[: i + 1])),
-            b_RO=random(r, widths[i]),
-            grad_b_RO=grads(r, widths[i]),
-            key=key_for(slot, f"module {i}"),
+    parts, ranks = [], 0
+    for i in modules:
+        times = 1 + i if slot == 1 else 1
+        own = r * times
+        parts.append(
+            LoraPart(
+                index=i,
+                ranks=slice(ranks, ranks + own),
+                columns=slice(sum(widths[:i]), sum(widths[: i + 1])),
+                b_RO=random(own, widths[i]),
+                grad_b_RO=grads(own, widths[i]),
+                key=key_for(slot, f"module {i}"),
+                scaling=scaling / times,
+            )
         )
-        for n, i in enumerate(modules)
-    ]
-    ranks = r * len(modules)
+        ranks += own
     return LoraGroup(
         a_RD=random(ranks, in_width),
         grad_a_RD=grads(ranks, in_width),
         parts=tuple(parts),
-        scaling=scaling,
         dropout=dropout,
     )
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
-PARITY = "tests/cpu/test_parity.py::test_three_adapters_together_equal_their_own_peft_runs[float64-1e-09-1e-09]"
+PARITY = "tests/cpu/test_parity.py::test_adapters_together_equal_their_own_peft_runs[float64-1e-09-1e-09]"
 SHARED = "tests/cpu/test_solo_shared.py"
 STAGES = "tests/cpu/test_stages.py::test_stages_change_no_bit"
 POISON = "tests/cpu/test_poison.py"
@@ -41,6 +41,7 @@ MUTANTS = (
     (1, "rate_of_the_next_step", PARITY),
     (1, "attention_across_samples", PARITY),
     (1, "rslora_scales_by_r", PARITY),
+    (1, "one_rate_for_a_and_b", PARITY),
     (1, "quantised_from_the_stored_dtype", f"{QUANTISED}::test_the_bits_are_those_of_transformers_with_bitsandbytes"),
     (1, "modules_in_the_same_rows", f"{QUANTISED}::{DENSE}"),
     (1, "weight_left_from_forward", f"{QUANTISED}::{DENSE}"),
@@ -106,6 +107,7 @@ MUTANTS = (
     (6, "parked_for_ever", f"{ISOLATION}::test_what_an_exception_has_parked_goes_on_from_its_last_good_step"),
     (7, "zero_b_written", EXPORT),
     (7, "alpha_of_the_scaling", EXPORT),
+    (7, "pattern_matches_anywhere", EXPORT),
     (7, "missing_layer_written", EXPORT),
     (7, "keys_without_prefix", EXPORT),
     (7, "layers_forgotten", EXPORT),

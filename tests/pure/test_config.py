@@ -117,6 +117,15 @@ BAD = {
     "eva": ({"init_lora_weights": "eva"}, "'eva' is not supported: EVA"),
     "loftq": ({"init_lora_weights": "loftq"}, "'loftq' is not supported: LoftQ"),
     "unknown init": ({"init_lora_weights": "kaiming"}, "is not one of true, false, gaussian, orthogonal"),
+    "odd orthogonal rank": (
+        {"init_lora_weights": "orthogonal", "rank_pattern": {"q_proj": 5}},
+        "adapters[a].r: 5 is odd",
+    ),
+    "no pattern": ({"rank_pattern": {"q_(proj": 5}}, "adapters[a].rank_pattern: 'q_(proj' is no valid regular"),
+    "a list of ranks": ({"rank_pattern": [4]}, "adapters[a].rank_pattern: expected a mapping of names"),
+    "rank 0": ({"rank_pattern": {"q_proj": 0}}, "adapters[a].rank_pattern: q_proj: 0 is not a positive number"),
+    "negative alpha": ({"alpha_pattern": {"q_proj": -1}}, "adapters[a].alpha_pattern: q_proj: -1 is not a positive"),
+    "ratio 0": ({"loraplus_lr_ratio": 0}, "adapters[a].loraplus_lr_ratio: 0.0 is outside"),
     "odd orthogonal": ({"init_lora_weights": "orthogonal", "r": 5}, "adapters[a].r: 5 is odd"),
     "constant with warm-up": (
         {"lr_scheduler_type": "constant", "warmup_steps": 10},
@@ -182,8 +191,6 @@ WANTED = {  # what one would write to ask for it
     "modules_to_save": ["lm_head"],
     "trainable_token_indices": [1],
     "layer_replication": [[0, 2]],
-    "rank_pattern": {"q_proj": 4},
-    "alpha_pattern": {"q_proj": 4},
     "target_parameters": ["experts"],
     "fan_in_fan_out": True,
     "lora_bias": True,
@@ -226,6 +233,43 @@ def test_defaults_hold_for_every_adapter_that_says_nothing_else():
     }
     first, second = parse_config(tree).adapters
     assert (first.r, first.learning_rate, second.r, second.learning_rate) == (4, 1e-3, 8, 1e-3)
+
+
+def _gridded(entry, **defaults):
+    return parse_config({"base_model": "b", "defaults": defaults, "adapters": [entry]}).adapters
+
+
+def test_a_grid_makes_an_adapter_of_each_combination():
+    grid = {"r": [8, 16], "learning_rate": ["1e-4", 0.02], "lora_alpha": [2.5]}
+    made = _gridded({"name": "s", "dataset": "x", "seed": 7, "grid": grid})
+    assert {(a.name, a.r, a.learning_rate, a.lora_alpha, a.seed) for a in made} == {
+        ("s-r8-lr1e-4-alpha2.5", 8, 1e-4, 2.5, 7),
+        ("s-r8-lr0.02-alpha2.5", 8, 0.02, 2.5, 7),
+        ("s-r16-lr1e-4-alpha2.5", 16, 1e-4, 2.5, 7),
+        ("s-r16-lr0.02-alpha2.5", 16, 0.02, 2.5, 7),
+    }
+
+
+def test_a_grid_under_defaults_holds_for_adapters_without_one():
+    assert [a.name for a in _gridded({"name": "s", "dataset": "x"}, grid={"r": [1, 2]})] == ["s-r1", "s-r2"]
+    assert [a.name for a in _gridded({"name": "s", "dataset": "x", "grid": None}, grid={"r": [1, 2]})] == ["s"]
+
+
+@pytest.mark.parametrize(
+    ("entry", "message"),
+    [
+        ({"grid": [8]}, "adapters[s].grid: expected lists of values such as {r: [8, 16]}, found a list"),
+        ({"grid": {"seed": [1, 2]}}, "adapters[s].grid.seed: a grid is over r, learning_rate, lora_alpha"),
+        ({"grid": {"r": 8}}, "adapters[s].grid.r: expected a list of values, found a number"),
+        ({"grid": {"r": []}}, "adapters[s].grid.r: expected a list of values"),
+        ({"grid": {"r": [8, "x"]}}, "adapters[s].grid.r: expected a whole number, found text 'x'"),
+        ({"grid": {"r": [8]}, "r": 4}, "adapters[s].grid.r: adapters[s].r is given too; keep one of them"),
+        ({"grid": {"r": [8, 8]}}, "two adapters are called 's-r8'"),
+        ({"grid": {"r": [0]}}, "adapters[s-r0].r: 0 is outside"),
+    ],
+)
+def test_a_mistake_in_a_grid_is_named(entry, message):
+    assert message in _message({"base_model": "b", "adapters": [{"name": "s", "dataset": "x", **entry}]})
 
 
 YAML = """\
@@ -349,8 +393,9 @@ def test_adding_a_key_is_a_decision():
         "path format columns chat_template train_on hub subset split revision max_samples weight"
     )
     assert keys(AdapterConfig) == (
-        "name dataset r lora_alpha lora_dropout target_modules exclude_modules layers_to_transform use_rslora "
-        "init_lora_weights init_from learning_rate lr_scheduler_type warmup_steps num_train_epochs max_steps "
+        "name dataset r lora_alpha rank_pattern alpha_pattern lora_dropout target_modules exclude_modules "
+        "layers_to_transform use_rslora init_lora_weights init_from learning_rate loraplus_lr_ratio lr_scheduler_type "
+        "warmup_steps num_train_epochs max_steps "
         "per_device_train_batch_size gradient_accumulation_steps max_grad_norm optim weight_decay adam_beta1 "
         "adam_beta2 adam_epsilon seed max_length logging_steps max_nonfinite_steps eval_dataset val_size eval_steps "
         "load_best_model_at_end early_stopping_patience early_stopping_threshold"
@@ -376,9 +421,10 @@ def test_adding_a_flag_is_a_decision():
         "init": "-h --help files --output --base-model",
         "merge": "-h --help adapter output --base --dtype --dequantised",
         "export": "-h --help adapter output --portable",
-        "generate": "-h --help adapters --base --with-base --dtype --device --json --prompt --file --system --plain "
+        "generate": "-h --help adapters --base --with-base --dtype --device --json --stages --nproc --prompt --file "
+        "--system --plain "
         "--set --max-new-tokens --temperature --top-p --seed --batch-size",
-        "eval": "-h --help adapters --base --with-base --dtype --device --json --file --set",
+        "eval": "-h --help adapters --base --with-base --dtype --device --json --stages --nproc --file --set",
         "compare": "-h --help runs --picture",
         "report": "-h --help run_dir --output",
         "env": "-h --help",
@@ -388,9 +434,12 @@ def test_adding_a_flag_is_a_decision():
 def test_the_table_in_the_readme_has_every_key_with_its_default():
     table = dict(re.findall(r"^\| `(\w+)` \| (\S+) \|", (ROOT / "README.md").read_text(encoding="utf-8"), re.MULTILINE))
     words = {None: "null", True: "true", False: "false"}
+    values = dataclasses.asdict(_adapter())
     defaults = {
-        field.name: words[field.default] if isinstance(field.default, bool | None) else str(field.default)
+        field.name: words[values[field.name]]
+        if isinstance(values[field.name], bool | None)
+        else str(values[field.name])
         for field in dataclasses.fields(AdapterConfig)
-        if field.default is not dataclasses.MISSING
+        if field.name not in ("name", "dataset")
     }
     assert table == defaults

@@ -70,6 +70,9 @@ def test_the_page_on_names_has_every_alias_beside_its_key():
         ("micro_batch_size", 2, "per_device_train_batch_size", 2),
         ("num_epochs", 1.5, "num_train_epochs", 1.5),
         ("lr", "1e-3", "learning_rate", 1e-3),
+        ("val_set_size", 0.05, "val_size", 0.05),
+        ("test_datasets", [{"path": "/h"}], "eval_dataset", DatasetConfig(path=Path("/h"))),
+        ("lora_model_dir", "/x", "init_from", Path("/x")),
     ],
 )
 def test_an_adapters_key_under_another_name(key, value, name, expected):
@@ -156,6 +159,11 @@ def test_a_choice_of_other_programs_that_is_none_here(key):
         (lambda: message(warmup_ratio=1), "adapters[a].warmup_ratio: 1 is no share of all steps"),
         (lambda: message(warmup_ratio="x"), "adapters[a].warmup_steps: expected a number"),
         (lambda: message(lora_target_linear=False), "lora_target_linear: False leaves the modules open"),
+        (lambda: message(evals_per_epoch=4), "adapters[a].evals_per_epoch: unknown key; write eval_steps"),
+        (lambda: message(eval_strategy="epoch"), "adapters[a].eval_strategy: 'epoch' is not supported: write ev"),
+        (lambda: message(top={"deepspeed": "zero.json"}), "deepspeed: 'zero.json' is not supported: write pipeline:"),
+        (lambda: message(test_datasets=["x", "y"]), "adapters[a].test_datasets: one data set is evaluated on"),
+        (lambda: message(additional_target=["lm_head"]), "adapters[a].modules_to_save: ['lm_head'] is not supported"),
         (lambda: message(batch_size=8), "a step has per_device_train_batch_size × gradient_accumulation_steps rows"),
         (lambda: message(template="llama3"), "adapters[a].template: unknown key; the tokenizer's own chat template is"),
         (lambda: message(chat_template="x"), "adapters[a].chat_template: belongs to the data: write chat_tem"),

@@ -22,8 +22,12 @@ def adamw(
     eps: float,
     weight_decay: float,
     count: int,
+    is_b: torch.Tensor | None = None,
+    ratio: float = 1.0,
 ) -> None:
     """Step ``count`` (from 1) of torch.optim.AdamW (Loshchilov & Hutter, 2019) with ``coefficient`` · grad.
+
+    Where ``is_b`` (int8, as long as master) is 1 the rate is ``ratio`` times as high.
 
         m = β1·m + (1 - β1)·g;   v = β2·v + (1 - β2)·g²
         p -= rate·decay·p + rate / (1 - β1ⁿ) · m / (√v / √(1 - β2ⁿ) + eps)
@@ -34,16 +38,16 @@ def adamw(
     if size == 0:
         return
     _adamw_kernel[(triton.cdiv(size, _TILE),)](
-        master, grad, *moments, compute, size, coefficient, learning_rate * weight_decay,
+        master, grad, *moments, compute, is_b, size, coefficient, learning_rate * weight_decay,
         learning_rate / (1 - betas[0] ** count), (1 - betas[1] ** count) ** 0.5, 1 - betas[0], betas[1], 1 - betas[1], eps,
-        tile=_TILE, num_warps=4, **FUSED,
+        ratio, tile=_TILE, num_warps=4, **FUSED,
     )  # fmt: skip
 
 
 @triton.jit
 def _adamw_kernel(
-    master, grad, first, second, compute, size, coefficient, decay, rate, correction, new1, old2, new2, eps,
-    tile: tl.constexpr,
+    master, grad, first, second, compute, is_b, size, coefficient, decay, rate, correction, new1, old2, new2, eps,
+    ratio, tile: tl.constexpr,
 ):  # fmt: skip
     i = tl.program_id(0).to(tl.int64) * tile + tl.arange(0, tile)
     valid = i < size
@@ -51,6 +55,9 @@ def _adamw_kernel(
     m = tl.load(first + i, mask=valid, other=0.0)
     v = tl.load(second + i, mask=valid, other=0.0)
     p = tl.load(master + i, mask=valid, other=0.0)
+    if is_b is not None:
+        scale = tl.where(tl.load(is_b + i, mask=valid, other=0) == 1, ratio, 1.0)
+        decay, rate = decay * scale, rate * scale
     p -= decay * p
     m += (g - m) * new1
     v = v * old2 + g * g * new2

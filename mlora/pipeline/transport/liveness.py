@@ -158,15 +158,16 @@ class Liveness:
             thread.join(self._grace_s)
 
     def _failure(self, error: BaseException) -> Failure:
-        plain = isinstance(error, UserError)
-        text = " ".join(str(error).split())
+        interrupted = isinstance(error, KeyboardInterrupt)
+        plain = interrupted or isinstance(error, UserError)
+        text = " ".join(str(error).split()) or ("interrupted" if interrupted else "")
         return Failure(
             rank=self._rank,
             host=self._host,
             reason=text if plain else f"{type(error).__name__}: {text}".removesuffix(": "),
             trace="" if plain else "".join(traceback.format_exception(error)),
             consequence=isinstance(error, TransportError),
-            code=2 if plain else 1,
+            code=128 + getattr(error, "signal", 2) if interrupted else 2 if plain else 1,
         )
 
     def _beat(self, board: Board) -> None:

@@ -1,0 +1,82 @@
+"""Adapters that were trained at work on their base model, over stages as in training: threads or processes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from mlora.config import PipelineConfig, RunConfig, data_config
+from mlora.engine.device import choose_device, choose_dtype
+from mlora.engine.layout import first_layers, layer_counts
+from mlora.engine.trained import BARE_SLOT, BASE, Trained, base_of, find_trained, kept_by_all, load_stage
+from mlora.engine.worker import Job, check_model, model_digest
+from mlora.models.spec import load_spec
+from mlora.pipeline.schedule import in_flight
+from mlora.pipeline.stage import Stage
+from mlora.pipeline.transport.base import Transport
+
+
+@dataclass(frozen=True, kw_only=True)
+class Use(Job):
+    """What every stage must know: ``names`` are those of the slots that are asked; adapter i sits in slot i + 1."""
+
+    adapters: tuple[Trained, ...]
+    names: Mapping[int, str]
+
+    @property
+    def folder(self) -> Path:
+        """Of the base model."""
+        return Path(self.config.base_model)
+
+    def open_stage(self, device: torch.device, transport: Transport | None) -> Stage:
+        """This stage's layers, kept as while the adapters were trained, with all of them."""
+        index = transport.stage if transport else 0
+        if index:
+            check_model(self)
+        layers = range(*self.first_layers[index : index + 2])
+        return load_stage(self.folder, self.adapters, self.dtype, device, layers, kept_by_all(self.adapters))
+
+
+@dataclass(frozen=True)
+class Models:
+    """What is to be used, and where.
+
+    Args:
+        places: folders of adapters, or of runs, whose adapters are all taken; none: the base model alone.
+        base: the base model where it is not what the adapters name.
+        with_base: whether the base model is asked too.
+        dtype, device: as in a configuration.
+        stages: into which the model is cut, in this process; under torchrun there are as many as processes.
+    """
+
+    places: Sequence[str | Path]
+    base: str | None = None
+    with_base: bool = False
+    dtype: str = "auto"
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    stages: int | None = None
+
+    def use(self, world: int) -> Use:
+        """Read the adapters, not the model's weights. Raises UserError."""
+        adapters = find_trained(self.places)
+        folder = base_of(adapters, self.base)
+        spec, device = load_spec(folder), choose_device(self.device)
+        pipeline = PipelineConfig(stages=self.stages, replicas=1, transport="local" if world == 1 else "auto")
+        counts = layer_counts(spec, pipeline.shape(world)[0])
+        names = {slot: adapter.name for slot, adapter in enumerate(adapters, BARE_SLOT + 1)}
+        return Use(
+            config=RunConfig(
+                base_model=str(folder), adapters=(data_config("."),), device=self.device, pipeline=pipeline
+            ),
+            first_layers=first_layers(counts),
+            in_flight=in_flight(len(counts), 1),
+            replicas=1,
+            dtype=choose_dtype(self.dtype, device),
+            model_digest=model_digest(folder),
+            adapters=tuple(adapters),
+            names=names if names and not self.with_base else {BARE_SLOT: BASE} | names,
+        )
