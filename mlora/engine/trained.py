@@ -139,7 +139,7 @@ def kept_by_all(adapters: Sequence[Trained]) -> Quantization | None:
     ways = {adapter.name: adapter.kept[0] if adapter.kept else None for adapter in adapters}
     if any(way != other for way in ways.values() for other in ways.values()):
         shown = ", ".join(f"{name}: {way.kind if way else 'not quantised'}" for name, way in ways.items())
-        raise UserError(f"the adapters were trained on a base that was kept in different ways ({shown}); ask one at a time")
+        raise UserError(f"the adapters were trained on differently kept bases ({shown}); ask one at a time")
     return next(iter(ways.values()), None)
 
 

@@ -13,9 +13,13 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from mlora import cli
+from mlora.config import data_config
+from mlora.engine.evaluate import evaluate
 from mlora.engine.merge import merge
 from mlora.engine.trained import read_trained
+from mlora.engine.use import Models
 from mlora.models.spec import Quantization
+from mlora.types import UserError
 from tests.cpu.runs import run, write_rows
 from tests.cpu.test_fp8 import needs_products
 from tests.cpu.test_quantised import KINDS, bnb_config, dequantised_copy, with_bitsandbytes
@@ -93,6 +97,19 @@ def test_the_original_weights_or_the_dequantised_ones(trained, tmp_path):
     plain = _logits(model, adapter)
     assert (_logits(tmp_path / "original") - plain).abs().max() <= 1e-5 * plain.abs().max()
     assert (_logits(tmp_path / "dequantised") - plain).abs().max() > 1e-3 * plain.abs().max()
+
+
+def test_adapters_are_asked_on_the_base_as_it_was_kept(trained, tmp_path):
+    quantization, model, adapter = trained
+    merge(adapter, tmp_path / "dequantised", dequantised=True)
+    rows = data_config(write_rows(tmp_path / "rows.jsonl", 6, seed=2))
+    (asked,) = evaluate(Models([adapter], dtype="float32"), rows)
+    (merged,) = evaluate(Models([], base=str(tmp_path / "dequantised"), dtype="float32"), rows)
+    # FP8's products round the rows too
+    assert asked.loss == pytest.approx(merged.loss, rel=2e-2 if quantization.kind == "fp8" else 1e-5)
+    plain = _run(tmp_path, model)
+    with pytest.raises(UserError, match=r"differently kept bases \(a: .*, b: not quantised\)"):
+        evaluate(Models([adapter, plain.rename(tmp_path / "b")]), rows)
 
 
 @pytest.mark.parametrize("name", ["nf4 double", "int8"])
