@@ -280,6 +280,8 @@ class Pipeline:
             executor.run(iter(self._control.next, None))
         else:
             executor.run(_noting(coordinator.windows(self._control.publish), planned))
+            failed = [a.reason for a in map(coordinator.adapter, range(row.jobs)) if a.state != "ended"]
+            assert not failed, f"{row.name}: {failed}"
         own = self._stage.timeline, self._transport.sent - before
         parts = self._control.gather_objects(own) or [own]
         timeline = [timed for part, _ in parts for timed in part]
