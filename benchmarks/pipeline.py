@@ -81,7 +81,7 @@ from mlora.engine.recorder import Recorder
 from mlora.engine.requests import Requests
 from mlora.engine.world import World, torchrun_world
 from mlora.models.decoder import Decoder
-from mlora.models.spec import ModelSpec, linear_shapes, load_spec
+from mlora.models.spec import ModelSpec, Quantization, linear_shapes, load_spec
 from mlora.pipeline.executor import Entry, Executor, Window
 from mlora.pipeline.schedule import (
     Action,
@@ -107,6 +107,17 @@ ROWS = (
     *("mlora/8x16x512", "mlora/8x8x512", "mlora/8x4x512", "mlora/8x2x512", "mlora/8x1x512", "mlora/8x4x128-2048"),
     *("fsdp/16x512", "fsdp/4x512", "fsdp/1x512", "1f1b/8x2x512"),
 )
+PASSED_ON = [
+    "shape",
+    "layers",
+    "device",
+    "quantization",
+    "microbatch_tokens",
+    "stream",
+    "in_flight",
+    "repeats",
+    "steps",
+]
 PEER_TIMEOUT = timedelta(minutes=2)
 
 
@@ -244,7 +255,8 @@ class Pipeline:
         self._layers = first_layers(layer_counts(spec, world.size))
         own = range(*self._layers[world.rank : world.rank + 2])
         checkpoint = RandomCheckpoint(spec, self._dtype, device)
-        model = Decoder(spec, checkpoint, own, self._dtype, device)  # type: ignore[arg-type]
+        quantization = Quantization(kind=options.quantization) if options.quantization else None
+        model = Decoder(spec, checkpoint, own, self._dtype, device, quantization)  # type: ignore[arg-type]
         self._stage, self._own = TimedStage(model, world.rank), own
         store = world.open_store()
         self._control: Control = distributed_control(store, world.rank, world.size)
@@ -587,21 +599,23 @@ def report(result: Result | None) -> None:
         print(json.dumps(result), flush=True)
 
 
-def run_way(group: Sequence[Row], options: argparse.Namespace) -> list[Result]:
+def run_way(group: Sequence[Row], options: argparse.Namespace) -> Iterator[Result]:
     """Measure rows of one way in processes of their own; a row without a result has a note."""
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(options.nproc))
-    flags = ["--child", "--shape", options.shape, "--device", options.device, "--repeats", str(options.repeats)]
-    flags += ["--steps", str(options.steps), "--stream", str(options.stream)]
-    for name in ("microbatch_tokens", "in_flight", "layers"):
+    flags = ["--child"]
+    for name in PASSED_ON:
         if (value := getattr(options, name)) is not None:
             flags += [f"--{name.replace('_', '-')}", str(value)]
     command = [sys.executable, *launcher, __file__, *flags, "--rows", *(row.name for row in group)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    results = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-    if done.returncode:
-        sys.stderr.write(done.stderr)
-        results += [{"row": row.name, "note": f"failed: exit {done.returncode}"} for row in group[len(results) :]]
-    return results
+    done = 0
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            if line.startswith("{"):
+                yield json.loads(line)
+                done += 1
+    for row in group[done:]:
+        yield {"row": row.name, "note": f"failed: exit {process.returncode}"}
 
 
 def stream_line(result: Result) -> list[str]:
@@ -682,12 +696,21 @@ def show(results: Sequence[Result], options: argparse.Namespace) -> None:
             print(f"{result['row']}: {result['note']}")
 
 
+def keep(result: Result, options: argparse.Namespace) -> None:
+    """Append it to --out as soon as it is there, with what the command line says."""
+    if options.out:
+        facts = {name: getattr(options, name) for name in ("nproc", *PASSED_ON)}
+        with options.out.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(result | {"options": facts}) + "\n")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", nargs="+", type=Row.parse, default=[Row.parse(name) for name in ROWS])
     parser.add_argument("--nproc", type=int, default=2, help="processes, one for each GPU")
     parser.add_argument("--shape", choices=SHAPES, default="llama-8b")
     parser.add_argument("--layers", type=int, help="another number of layers than the shape's")
+    parser.add_argument("--quantization", choices=("nf4", "int8"), help="of our frozen linears, not of the peers'")
     parser.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto")
     parser.add_argument("--microbatch-tokens", type=int, default=8192)
     parser.add_argument("--stream", type=int, default=24, help="full microbatches of a stream of ours, about")
@@ -703,12 +726,10 @@ def main() -> None:
     results = []
     for way, group in groupby(options.rows, key=lambda row: row.way):
         start = time.perf_counter()
-        results += run_way(list(group), options)
+        for result in run_way(list(group), options):
+            results.append(result)
+            keep(result, options)
         print(f"{way}: {time.perf_counter() - start:.0f} s", file=sys.stderr, flush=True)
-    if options.out:
-        facts = {"shape": options.shape, "layers_in_all": options.layers, "processes": options.nproc}
-        with options.out.open("a", encoding="utf-8") as file:
-            file.writelines(json.dumps(result | facts) + "\n" for result in results)
     show(results, options)
 
 
