@@ -75,7 +75,7 @@ def prepare(config: RunConfig, stages: int, resumable: Collection[str] = (), to_
             print(f"{adapter.name}: is parked: {error}", flush=True)
     if not adapters:
         raise UserError(next(iter(parked.values())))
-    flight = in_flight(stages, config.pipeline.in_flight or _factor(config, stages))
+    flight = in_flight(stages, config.pipeline.in_flight or in_flight_factor(config, stages))
     prepared = Prepared(
         config=fitted(config, spec, layers, flight, adapters, quantization),
         folder=folder,
@@ -114,7 +114,7 @@ def _check_rates(adapter: AdapterRun) -> None:
         )
 
 
-def _factor(config: RunConfig, stages: int) -> int:
+def in_flight_factor(config: RunConfig, stages: int) -> int:
     """2 microbatches in flight for each of 1F1B's ride out uneven costs, if the other adapters can fill the longer wait
     between an adapter's steps; otherwise they would only make it longer."""
     active = min(config.max_active, len(config.adapters))
