@@ -459,7 +459,7 @@ def fill(module: torch.nn.Module, body: torch.nn.Module, config: LlamaConfig, de
     """Random weights on the device, in the parts that this process holds; ``body`` has the table of positions."""
     module.to_empty(device=device)
     with device:
-        body.rotary_emb = type(body.rotary_emb)(config)  # type: ignore[operator]
+        body.rotary_emb = type(body.rotary_emb)(config)
     with torch.no_grad():
         for name, parameter in module.named_parameters():
             own = parameter.to_local() if hasattr(parameter, "to_local") else parameter
@@ -477,7 +477,7 @@ class Sharded(Peer):
         from torch.distributed.fsdp import fully_shard
 
         self._device, self._model = device, random_peer(config, choose_dtype("auto", device))
-        body = self._model.get_base_model().model  # type: ignore[operator]
+        body = self._model.get_base_model().model
         for layer in body.layers:
             fully_shard(layer)
         fully_shard(self._model)
