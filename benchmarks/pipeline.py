@@ -74,8 +74,9 @@ from mlora.data.sampler import shares
 from mlora.engine.adapter_run import AdapterRun
 from mlora.engine.cadence import Cadence
 from mlora.engine.coordinator import Coordinator
-from mlora.engine.device import choose_device, choose_dtype, prepare, prepare_for_nccl
+from mlora.engine.device import choose_device, choose_dtype, prepare, prepare_for_nccl, row_bucket
 from mlora.engine.layout import first_layers, layer_counts
+from mlora.engine.loggers import Loggers
 from mlora.engine.prepare import in_flight_factor
 from mlora.engine.recorder import Recorder
 from mlora.engine.requests import Requests
@@ -282,7 +283,9 @@ class Pipeline:
 
     def _stream(self, row: Row, microbatches: int) -> Measured:
         config = self._config(row, microbatches)
-        flight = in_flight(self._world.size, config.pipeline.in_flight or in_flight_factor(config, self._world.size))
+        rows = row.samples * (row.shortest + row.longest) / 2
+        factor = in_flight_factor(config, self._world.size, [rows] * row.jobs, row_bucket(self._device, self._dtype)(1))
+        flight = in_flight(self._world.size, config.pipeline.in_flight or factor)
         coordinator = self._coordinator(row, config, flight) if self._world.rank == 0 else None
         executor = Executor(self._stage, self._transport, flight, self._layers, self._meet, coordinator)
         planned: list[Position] = []
@@ -325,7 +328,8 @@ class Pipeline:
             )
             for index, adapter in enumerate(config.adapters)
         ]
-        return Coordinator(config, adapters, flight, Recorder(Path(os.devnull)), None, Requests(), Cadence(config))
+        recorder = Recorder(Path(os.devnull), lambda: None, Loggers((), Path(os.devnull)))
+        return Coordinator(config, adapters, flight, recorder, None, Requests(), Cadence(config))
 
     def _meet(self, entry: Entry) -> None:
         assert entry.kind in ("join", "leave"), entry
