@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import errno
+import io
 import json
 import os
 import platform
@@ -184,7 +186,29 @@ def _add_models(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="a JSON object per line")
 
 
+class _Log(io.FileIO):
+    """Standard output or error of a run: a disk that is full or a terminal that is gone costs lines, not the run."""
+
+    def write(self, data: Any) -> int:
+        try:
+            return super().write(data)
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EIO):
+                raise
+            return len(data)
+
+
+def _log_what_is_taken() -> None:
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is not None and stream is getattr(sys, f"__{name}__"):
+            raw = io.BufferedWriter(_Log(stream.fileno(), "w", closefd=False))
+            log = io.TextIOWrapper(raw, stream.encoding, stream.errors, line_buffering=True)
+            setattr(sys, name, log)
+
+
 def _train(arguments: argparse.Namespace) -> int:
+    _log_what_is_taken()
     if arguments.nproc is not None:
         return _train_in_processes(arguments)
     from mlora.pipeline.transport.liveness import tell_launcher

@@ -22,7 +22,8 @@ def check_output(config: RunConfig, overwrite: bool, resume: bool = False) -> No
     """Raises UserError where the folder holds an earlier run that is neither to be replaced nor to go on, or anything
     else."""
     folder = config.output_dir
-    check_inputs(config)
+    if not resume:
+        check_inputs(config)
     if not folder.exists():
         return
     if not folder.is_dir():

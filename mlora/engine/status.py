@@ -18,6 +18,7 @@ from mlora.engine.output import CHECKPOINTS, INBOX, STATUS, is_live
 from mlora.types import UserError
 
 _EVERY_S = 1.0
+_KEYS = {"state", "reason", "step", "total_steps", "first_loss", "last_loss", "exported"}  # of each adapter
 
 
 def launcher() -> str:
@@ -87,6 +88,8 @@ def read_status(output_dir: Path) -> dict[str, Any]:
         tree = json.loads((output_dir / STATUS).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise UserError(f"{output_dir}: holds no run: {STATUS} cannot be read: {error}") from None
+    if not _is_status(tree):
+        raise UserError(f"{output_dir}: holds no run: {STATUS} is not one that a run has written")
     live = is_live(output_dir)
     for name, adapter in tree["adapters"].items():
         if not live and adapter["state"] not in OVER:
@@ -94,6 +97,16 @@ def read_status(output_dir: Path) -> dict[str, Any]:
         adapter["checkpoint"] = _checkpoint(output_dir / CHECKPOINTS / name)
     refused = {path.stem.removeprefix("add-"): path.read_text() for path in (output_dir / INBOX).glob("add-*.refused")}
     return {"live": live, **tree, "refused": refused}
+
+
+def _is_status(tree: Any) -> bool:
+    """Whether it has the form that ``Status`` writes: other programs call files so, too."""
+    adapters = tree.get("adapters") if isinstance(tree, dict) else None
+    return (
+        isinstance(adapters, dict)
+        and isinstance(tree.get("updated"), float)
+        and all(isinstance(adapter, dict) and _KEYS <= adapter.keys() for adapter in adapters.values())
+    )
 
 
 def status_table(tree: dict[str, Any]) -> str:
