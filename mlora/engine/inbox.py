@@ -128,7 +128,7 @@ class Inbox:
         self._thread.join()
         for path in self._inbox.glob("stop-*"):
             self._end(path, path.name.removeprefix("stop-"))
-        if error is None:
+        if error is None and not any(adapter.state in ("waiting", "stopped") for adapter in self._adapters):
             for path in self._inbox.glob("add-*.json"):
                 self._refuse(path, "the run had ended")
 

@@ -101,12 +101,12 @@ class Leader:
             self.job, own, device, transport, stages, recorder, exporter, self._on_step, requests, cadence
         )
         lock = take_output(config, self._overwrite, self._goes_on)
-        self._open(recorder)
-        status.write(at_once=True)
-        print(f"checkpoints: every {cadence} and at an adapter's end; a crash costs up to that and a step", flush=True)
-        self._export_ended(exporter)
         start = time.monotonic()
         try:
+            self._open(recorder)
+            status.write(at_once=True)
+            print(f"checkpoints: every {cadence} and at an adapter's end; a crash costs up to that and a step", flush=True)
+            self._export_ended(exporter)
             with Inbox(config.output_dir, self._adapters, self._prepare, requests.add, ask):
                 self._walk(worker, windows, others, world, recorder, exporter)
             for adapter in requests.arrived():
@@ -114,6 +114,7 @@ class Leader:
             exporter.finish()
         except BaseException:
             exporter.abandon(wait=stages is None)
+            lock.close()  # a caller that handles the error keeps its traceback, and with it this frame
             raise
         finally:
             recorder.close()
@@ -169,12 +170,15 @@ class Leader:
         )
 
     def _open(self, recorder: Recorder) -> None:
-        if self._source is None:
-            recorder.open()
-        else:
-            steps = {a.config.name: len(a.reports) for a in self._adapters}
-            evaluated = {a.config.name: a.evaluations[-1].step if a.evaluations else 0 for a in self._adapters}
-            recorder.open(self._source / METRICS, steps, evaluated)
+        try:
+            if self._source is None:
+                recorder.open()
+            else:
+                steps = {a.config.name: len(a.reports) for a in self._adapters}
+                evaluated = {a.config.name: a.evaluations[-1].step if a.evaluations else 0 for a in self._adapters}
+                recorder.open(self._source / METRICS, steps, evaluated)
+        except OSError as error:
+            raise UserError(f"output_dir: {METRICS} cannot be written: {error.strerror}; nothing was changed") from None
 
     def _export_ended(self, exporter: Exporter) -> None:
         """What had ended in the run before may have lacked its export, and is not trained any more."""

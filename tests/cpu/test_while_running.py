@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import signal
 import threading
 import time
 from pathlib import Path
@@ -292,3 +294,24 @@ def test_status_of_a_run_that_ended_and_of_one_that_crashed(tmp_path, model, ada
     assert "not running" in table and "6/6" in table and f"{results.adapters['a'].loss:.4f}" in table
     with pytest.raises(UserError, match="holds no run"):
         read_status(tmp_path)
+
+
+def test_what_was_left_just_before_a_signal_is_taken_when_the_run_goes_on(tmp_path, model, adapters, monkeypatch):
+    folder, left = tmp_path / "run", []
+    (tmp_path / "b.yaml").write_text(json.dumps({"adapters": [adapters[1]]}))
+
+    def on_step(report):
+        if not left:
+            left.extend(leave_adapters(folder, tmp_path / "b.yaml"))
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    endless = [adapters[0] | {"max_steps": ENDLESS, "lr_scheduler_type": "constant"}]
+    monkeypatch.setattr(inbox, "_EVERY_S", 60)
+    with pytest.raises(mlora.Interrupted):
+        mlora.train(config(model, endless, folder), on_step=on_step)
+    monkeypatch.setattr(inbox, "_EVERY_S", 0.02)
+    join = other_thread(lambda: (until(folder, lambda shown: "b" in shown), leave_stop(folder, "a")))
+    ended = mlora.train(config(model, endless, folder), resume="auto")
+    join()
+    alone = mlora.train(config(model, adapters[1:2], tmp_path / "alone"))
+    assert not outcome(alone, "b").differences(outcome(ended, "b"))
