@@ -105,7 +105,8 @@ class Leader:
         try:
             self._open(recorder)
             status.write(at_once=True)
-            print(f"checkpoints: every {cadence} and at an adapter's end; a crash costs up to that and a step", flush=True)
+            costs = "at an adapter's end; a crash costs up to that and a step"
+            print(f"checkpoints: every {cadence} and {costs}", flush=True)
             self._export_ended(exporter)
             with Inbox(config.output_dir, self._adapters, self._prepare, requests.add, ask):
                 self._walk(worker, windows, others, world, recorder, exporter)

@@ -1,4 +1,5 @@
-"""SIGTERM, SIGINT and SIGHUP, which a closed terminal sends: the first stops the run at the next point of the stream, the second ends the process at once."""
+"""SIGTERM, SIGINT, and SIGHUP from a closed terminal: the first stops the run at the next point of the stream, the
+second ends the process at once."""
 
 from __future__ import annotations
 

@@ -105,7 +105,7 @@ def _is_status(tree: Any) -> bool:
     return (
         isinstance(adapters, dict)
         and isinstance(tree.get("updated"), float)
-        and all(isinstance(adapter, dict) and _KEYS <= adapter.keys() for adapter in adapters.values())
+        and all(isinstance(adapter, dict) and adapter.keys() >= _KEYS for adapter in adapters.values())
     )
 
 

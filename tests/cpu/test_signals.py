@@ -61,7 +61,7 @@ def started(path: Path, code: str = "") -> subprocess.Popen[str]:
 
 def test_a_log_on_a_full_disk_costs_its_lines_not_the_run(tmp_path, tree, alone):
     config = write(tree, tmp_path / "run")
-    with open("/dev/full", "w") as full:
+    with Path("/dev/full").open("w") as full:
         words = [sys.executable, "-m", "mlora", "train", str(config)]
         environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
         assert subprocess.run(words, env=environment, stdout=full, stderr=full, check=False, timeout=60).returncode == 0

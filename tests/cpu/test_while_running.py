@@ -239,7 +239,7 @@ def test_one_file_that_breaks_does_not_keep_the_next_waiting(tmp_path, model, ad
 
 
 def test_an_adapter_may_begin_with_one_of_the_same_run_and_is_resumed(tmp_path, model, adapters, monkeypatch):
-    """Its path may count from another folder than the run's, and lies in the run folder, which resuming leaves alone."""
+    """Its path counts from another folder than the run's, and lies in the run folder, which resuming leaves alone."""
     folder, elsewhere = tmp_path / "run", tmp_path / "elsewhere"
     elsewhere.mkdir()
     tree = {"adapters": [adapters[1] | {"init_from": "../run/adapters/c"}]}
