@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import save
 
 from mlora.config import AdapterConfig
 from mlora.types import LINEAR_MODULES, UserError
@@ -56,10 +56,8 @@ def write_adapter(
     shutil.rmtree(staging, ignore_errors=True)
     try:
         staging.mkdir(parents=True)
-        note = {_NOTE: quantised} if quantised else {}
-        save_file(tensors, staging / _WEIGHTS, metadata={"format": "pt"} | note)
+        (staging / _WEIGHTS).write_bytes(_serialized(tensors, quantised))
         (staging / _CONFIG).write_text(text + "\n", encoding="utf-8")
-        shutil.copymode(staging / _CONFIG, staging / _WEIGHTS)  # safetensors writes for the owner alone
         _compare(tensors, _read_tensors(staging / _WEIGHTS), staging / _WEIGHTS)
         extras(staging)
         _sync(staging)
@@ -124,6 +122,20 @@ def _peft_tensors(matrices: Matrices) -> dict[str, torch.Tensor]:
         tensors[f"{_PREFIX}{name}.lora_A.weight"] = a.detach().to("cpu", torch.float32).contiguous()
         tensors[f"{_PREFIX}{name}.lora_B.weight"] = b.detach().T.to("cpu", torch.float32).contiguous()
     return tensors
+
+
+def _serialized(tensors: Mapping[str, torch.Tensor], note: str | None) -> bytes:
+    """The weights' file. safetensors writes several entries of metadata in an order that changes from call to call, so
+    the note is put behind its only one: the same adapter is the same bytes."""
+    data = save(dict(tensors), {"format": "pt"})
+    if note is None:
+        return data
+    stop = 8 + int.from_bytes(data[:8], "little")
+    header = json.loads(data[8:stop])
+    header["__metadata__"][_NOTE] = note
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text + data[stop:]
 
 
 def _peft_config(config: AdapterConfig, base_model: str, targets: tuple[str, ...]) -> dict[str, object]:
