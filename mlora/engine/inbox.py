@@ -174,7 +174,7 @@ class Inbox:
 def _read(path: Path) -> AdapterConfig:
     try:
         tree = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{path}: cannot be read: {error}") from None
     return parse_config({"base_model": ".", "adapters": [tree]}).adapters[0]
 

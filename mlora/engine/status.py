@@ -86,7 +86,7 @@ def read_status(output_dir: Path) -> dict[str, Any]:
     """
     try:
         tree = json.loads((output_dir / STATUS).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{output_dir}: holds no run: {STATUS} cannot be read: {error}") from None
     if not _is_status(tree):
         raise UserError(f"{output_dir}: holds no run: {STATUS} is not one that a run has written")

@@ -174,7 +174,8 @@ def test_what_cannot_be_added_or_stopped_is_named(tmp_path, model, adapters, cap
 
 
 @pytest.mark.parametrize(
-    "text", ["{}", "[]", '{"adapters": {"a": 3}, "updated": 1.0}', '{"adapters": ["a"]}', '{"adapters": {}}', "{"]
+    "text",
+    ["{}", "[]", '{"adapters": {"a": 3}, "updated": 1.0}', '{"adapters": ["a"]}', '{"adapters": {}}', "{", "[" * 10**5],
 )
 def test_status_of_a_foreign_folder(tmp_path, text):
     (tmp_path / "status.json").write_text(text)
