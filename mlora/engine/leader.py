@@ -46,6 +46,7 @@ class Leader:
     def __init__(self, config: RunConfig, start: Start, on_step: OnStep | None, world_size: int) -> None:
         self._source = start.source(config.output_dir)
         self._goes_on = self._source == config.output_dir  # in its own folder
+        given = config.adapters
         if self._goes_on:
             config = _with_added(config)
         self._on_step = on_step
@@ -54,8 +55,9 @@ class Leader:
         if config.pipeline.transport == "nccl" and choose_device(config.device).type == "cpu":
             raise UserError("pipeline.transport: nccl needs CUDA devices, and there are none here; write auto or gloo")
         stages, replicas = config.pipeline.shape(world_size)
-        saved = saved_adapters(self._source / CHECKPOINTS) if self._source is not None else ()
-        self._prepared = prepare(config, stages, saved)
+        saved = saved_adapters(self._source / CHECKPOINTS) if self._source is not None else []
+        added = [adapter.name for adapter in config.adapters[len(given) :]]  # no file of the user's names them
+        self._prepared = prepare(config, stages, saved + added)
         self._config = config = self._prepared.config
         self._adapters = self._prepared.adapters
         self.job = Job(

@@ -297,6 +297,28 @@ def test_status_of_a_run_that_ended_and_of_one_that_crashed(tmp_path, model, ada
         read_status(tmp_path)
 
 
+def test_an_added_adapter_whose_data_are_gone_does_not_keep_the_run_from_going_on(tmp_path, model, adapters):
+    """It had no checkpoint yet, and no file of the user's names it."""
+    folder, rows = tmp_path / "run", tmp_path / "rows.jsonl"
+    shutil.copy(adapters[1]["dataset"], rows)
+    (tmp_path / "b.yaml").write_text(json.dumps({"adapters": [adapters[1] | {"dataset": str(rows)}]}))
+
+    def on_step(report):
+        if report.step == 1:
+            leave_adapters(folder, tmp_path / "b.yaml")
+        if (folder / "added/b.json").exists():
+            raise RuntimeError("crash")
+        time.sleep(0.01)
+
+    endless = [adapters[0] | {"max_steps": ENDLESS, "lr_scheduler_type": "constant"}]
+    with pytest.raises(RuntimeError, match="crash"):
+        mlora.train(config(model, endless, folder), on_step=on_step)
+    rows.unlink()
+    results = mlora.train(config(model, endless, folder), resume="auto", on_step=lambda report: "end")
+    assert results.failed == ("b",) and "rows.jsonl: cannot be read" in results.adapters["b"].reason
+    assert results.adapters["a"].state == "ended"
+
+
 def test_what_was_left_just_before_a_signal_is_taken_when_the_run_goes_on(tmp_path, model, adapters, monkeypatch):
     folder, left = tmp_path / "run", []
     (tmp_path / "b.yaml").write_text(json.dumps({"adapters": [adapters[1]]}))
