@@ -20,7 +20,7 @@ from mlora.engine.status import read_status, status_table
 from tests.cpu.runs import outcome, write_rows
 from tests.cpu.tiny import save_tiny
 
-ENDLESS = 10**6
+ENDLESS = 20_000  # minutes: a test that fails ends, too
 DEADLINE_S = 60
 
 
@@ -79,6 +79,13 @@ def until(folder, condition):
         except UserError:
             pass
         assert time.monotonic() < end, tree
+        time.sleep(0.02)
+
+
+def until_refused(folder, name):
+    end = time.monotonic() + DEADLINE_S
+    while name not in read_status(folder)["refused"]:
+        assert time.monotonic() < end
         time.sleep(0.02)
 
 
@@ -153,10 +160,7 @@ def test_what_cannot_be_added_or_stopped_is_named(tmp_path, model, adapters, cap
                 said[name] = str(error)
         with pytest.raises(UserError, match=r"the run has no adapter 'x'; it has a"):
             leave_stop(folder, "x")
-        end = time.monotonic() + DEADLINE_S
-        while "missing" not in read_status(folder)["refused"]:
-            assert time.monotonic() < end
-            time.sleep(0.02)
+        until_refused(folder, "missing")
         assert "missing: not added: " in status_table(read_status(folder))
         leave_stop(folder, "a")
 
@@ -192,8 +196,7 @@ def test_two_that_add_the_same_name_and_one_that_tries_again(tmp_path, model, ad
     def beside():
         until(folder, lambda shown: shown["a"]["step"] >= 1)
         leave_adapters(folder, tmp_path / "again.yaml")
-        while "b" not in read_status(folder)["refused"]:
-            time.sleep(0.02)
+        until_refused(folder, "b")
         shutil.copy(adapters[1]["dataset"], rows)
         leave_adapters(folder, tmp_path / "first.yaml")
         for _ in range(2):
@@ -226,8 +229,7 @@ def test_one_file_that_breaks_does_not_keep_the_next_waiting(tmp_path, model, ad
         until(folder, lambda shown: shown["a"]["step"] >= 1)
         monkeypatch.setattr(leader, "prepare_adapter", breaks)
         leave_adapters(folder, tmp_path / "b.yaml")
-        while "b" not in read_status(folder)["refused"]:
-            time.sleep(0.02)
+        until_refused(folder, "b")
         leave_adapters(folder, tmp_path / "c.yaml")
         tree = until(folder, lambda shown: "c" in shown)
         assert tree["refused"] == {"b": "MemoryError: no room"}
