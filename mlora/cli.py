@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import io
 import json
 import os
 import platform
 import signal
 import sys
+import threading
 import warnings
-from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import asdict
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
@@ -72,6 +73,9 @@ def main(argv: list[str] | None = None) -> int:
 
 def _load(module: str) -> None:
     """Import with Ctrl-C ending the process at once: raised inside a library's own code the exception may abort it."""
+    if threading.current_thread() is not threading.main_thread():  # where Ctrl-C never arrives
+        import_module(module)
+        return
     before = signal.signal(signal.SIGINT, _end)
     try:
         import_module(module)
@@ -87,29 +91,6 @@ def _end(*_: object) -> None:
 
 def _silence(stream: TextIO) -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
-
-
-class _Lasting:
-    """A stream that goes on into nothing once its reader has gone, so that ``| head`` does not end a training."""
-
-    def __init__(self, stream: TextIO) -> None:
-        self._stream = stream
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
-
-    def write(self, text: str) -> int:
-        self._unless_gone(lambda: self._stream.write(text))
-        return len(text)
-
-    def flush(self) -> None:
-        self._unless_gone(self._stream.flush)
-
-    def _unless_gone(self, call: Callable[[], object]) -> None:
-        try:
-            call()
-        except BrokenPipeError:
-            _silence(self._stream)
 
 
 def _shower(others: Callable[..., None]) -> Callable[..., None]:
@@ -265,18 +246,39 @@ def _models(arguments: argparse.Namespace) -> Models:
     )
 
 
+class _Log(io.FileIO):
+    """Standard output or error of a run: a full disk, a terminal or a reader that is gone costs lines, not the run."""
+
+    def write(self, data: Any) -> int:
+        try:
+            return super().write(data)
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EPIPE):
+                raise
+            return len(data)
+
+
+def _log_what_is_taken() -> None:
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is not None and stream is getattr(sys, f"__{name}__"):
+            raw = io.BufferedWriter(_Log(stream.fileno(), "w", closefd=False))
+            log = io.TextIOWrapper(raw, stream.encoding, stream.errors, line_buffering=True)
+            setattr(sys, name, log)
+
+
 def _train(arguments: argparse.Namespace) -> int:
+    _log_what_is_taken()
     from mlora.pipeline.transport.liveness import tell_launcher
 
     try:
-        with redirect_stdout(_Lasting(sys.stdout)), redirect_stderr(_Lasting(sys.stderr)):
-            results = mlora.train(
-                arguments.config,
-                overrides=arguments.set,
-                overwrite=arguments.overwrite,
-                resume=arguments.resume,
-                allow_changed=arguments.allow_changed,
-            )
+        results = mlora.train(
+            arguments.config,
+            overrides=arguments.set,
+            overwrite=arguments.overwrite,
+            resume=arguments.resume,
+            allow_changed=arguments.allow_changed,
+        )
     except Interrupted as stopped:
         tell_launcher(str(stopped))
         raise

@@ -460,7 +460,7 @@ def _adapter(entry: object, defaults: Mapping[str, Any], index: int, base: Path)
     if values.get("lr_scheduler_type") == "constant" and values.get("warmup_steps", 0) > 0:
         raise UserError(f"{place}.warmup_steps: constant has no warm-up; write lr_scheduler_type: constant_with_warmup")
     if values.get("init_from") is not None:
-        values["init_from"] = base / values["init_from"]
+        values["init_from"] = (base / values["init_from"]).resolve()
     values["dataset"] = _dataset(entry["dataset"], f"{place}.dataset", base)
     source, where = (entry, place) if "eval_dataset" in entry else (defaults, "defaults")
     if source.get("eval_dataset") is not None:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import save
 
 from mlora.config import AdapterConfig
 from mlora.types import LINEAR_MODULES, UserError
@@ -56,10 +56,8 @@ def write_adapter(
     shutil.rmtree(staging, ignore_errors=True)
     try:
         staging.mkdir(parents=True)
-        note = {_NOTE: quantised} if quantised else {}
-        save_file(tensors, staging / _WEIGHTS, metadata={"format": "pt"} | note)
+        (staging / _WEIGHTS).write_bytes(_serialized(tensors, quantised))
         (staging / _CONFIG).write_text(text + "\n", encoding="utf-8")
-        shutil.copymode(staging / _CONFIG, staging / _WEIGHTS)  # safetensors writes for the owner alone
         _compare(tensors, _read_tensors(staging / _WEIGHTS), staging / _WEIGHTS)
         extras(staging)
         _sync(staging)
@@ -126,6 +124,20 @@ def _peft_tensors(matrices: Matrices) -> dict[str, torch.Tensor]:
     return tensors
 
 
+def _serialized(tensors: Mapping[str, torch.Tensor], note: str | None) -> bytes:
+    """The weights' file. safetensors writes several entries of metadata in an order that changes from call to call, so
+    the note is put behind its only one: the same adapter is the same bytes."""
+    data = save(dict(tensors), {"format": "pt"})
+    if note is None:
+        return data
+    stop = 8 + int.from_bytes(data[:8], "little")
+    header = json.loads(data[8:stop])
+    header["__metadata__"][_NOTE] = note
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text + data[stop:]
+
+
 def _peft_config(config: AdapterConfig, base_model: str, targets: tuple[str, ...]) -> dict[str, object]:
     """What was configured; "all-linear" becomes the list of modules, as PEFT itself writes it."""
     listed = [module for module in LINEAR_MODULES if any(name.endswith("." + module) for name in targets)]
@@ -167,7 +179,7 @@ def _listed(value: object) -> object:
 def _read_config(path: Path) -> dict[str, object]:
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{path}: cannot be read as an adapter's configuration: {error}") from None
     if not isinstance(config, dict) or config.get("peft_type") != "LORA":
         raise UserError(f"{path}: not the configuration of a LoRA (peft_type must be LORA)")

@@ -207,6 +207,6 @@ class Coordinator:
         return entries
 
     def _enter(self, slot: int, adapter: AdapterRun, alone: bool = False) -> None:
-        adapter.state = "training"
+        adapter.state, adapter.reason = "training", ""  # of the try before
         self._since[adapter.index] = self._planner.position
         self._planner.join(slot, adapter.next_step, alone)

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import fcntl
 import json
+import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -18,18 +21,40 @@ from mlora.engine.status import read_status
 from mlora.types import UserError
 
 _EVERY_S = 1.0
+_REFUSED = ".refused"
 
 
 def leave_adapters(output_dir: Path, file: Path) -> list[str]:
     """Leave the adapters of ``file`` for the live run in ``output_dir``; returns their names. Raises UserError."""
     known = {name.lower() for name in _live_status(output_dir)["adapters"]}
     adapters = load_adapters(file)
-    for adapter in adapters:
-        if adapter.name.lower() in known:
-            raise UserError(f"{file}: the run has an adapter {adapter.name!r} already; give another name")
-    for adapter in adapters:
-        _leave(output_dir / INBOX / f"add-{adapter.name}.json", json.dumps(changed_keys(adapter)))
+    with _alone_in(output_dir / INBOX):
+        left = {name.lower() for name in _left(output_dir)}
+        for adapter in adapters:
+            if adapter.name.lower() in known | left:
+                raise UserError(f"{file}: the run has an adapter {adapter.name!r} already; give another name")
+        for adapter in adapters:
+            path = output_dir / INBOX / f"add-{adapter.name}.json"
+            _leave(path, json.dumps(changed_keys(adapter)))
+            path.with_suffix(_REFUSED).unlink(missing_ok=True)  # of an earlier try
     return [adapter.name for adapter in adapters]
+
+
+def _left(output_dir: Path) -> set[str]:
+    """The adapters that others have left for the run, taken or not: its status may not show them yet."""
+    waiting = {path.stem.removeprefix("add-") for path in (output_dir / INBOX).glob("add-*.json")}
+    return waiting | {path.stem for path in (output_dir / ADDED).glob("*.json")}
+
+
+@contextmanager
+def _alone_in(folder: Path) -> Iterator[None]:
+    """While it lasts no other ``mlora add`` leaves anything in the folder, so no two adapters of one name."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(handle)
 
 
 def leave_stop(output_dir: Path, name: str) -> None:
@@ -103,7 +128,7 @@ class Inbox:
         self._thread.join()
         for path in self._inbox.glob("stop-*"):
             self._end(path, path.name.removeprefix("stop-"))
-        if error is None:
+        if error is None and not any(adapter.state in ("waiting", "stopped") for adapter in self._adapters):
             for path in self._inbox.glob("add-*.json"):
                 self._refuse(path, "the run had ended")
 
@@ -129,23 +154,27 @@ class Inbox:
             if config.name.lower() in {adapter.config.name.lower() for adapter in self._adapters}:
                 raise UserError("the run has an adapter of that name")
             adapter = self._prepare(len(self._adapters), config)
+            path.rename(self._added / f"{config.name}.json")
         except UserError as error:
             self._refuse(path, str(error))
             return
-        path.rename(self._added / f"{config.name}.json")
+        except Exception as error:  # whatever is wrong with one file must not keep the others waiting
+            self._refuse(path, f"{type(error).__name__}: {error}")
+            return
         self._adapters.append(adapter)
         self._add(adapter)
 
     def _refuse(self, path: Path, reason: str) -> None:
         print(f"{path.name} is not taken: {reason}", flush=True)
-        path.write_text(reason, encoding="utf-8")
-        path.rename(path.with_suffix(".refused"))
+        with suppress(OSError):  # a full disk costs the reason
+            path.write_text(reason, encoding="utf-8")
+        path.rename(path.with_suffix(_REFUSED))
 
 
 def _read(path: Path) -> AdapterConfig:
     try:
         tree = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{path}: cannot be read: {error}") from None
     return parse_config({"base_model": ".", "adapters": [tree]}).adapters[0]
 

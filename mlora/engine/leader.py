@@ -63,6 +63,7 @@ class Leader:
     def __init__(self, config: RunConfig, start: Start, on_step: OnStep | None, world_size: int) -> None:
         self._source = start.source(config.output_dir)
         self._goes_on = self._source == config.output_dir  # in its own folder
+        given = config.adapters
         if self._goes_on:
             config = _with_added(config)
         self._on_step = on_step
@@ -73,8 +74,9 @@ class Leader:
         if config.pipeline.transport == "nccl" and choose_device(config.device).type == "cpu":
             raise UserError("pipeline.transport: nccl needs CUDA devices, and there are none here; write auto or gloo")
         stages, replicas = config.pipeline.shape(world_size)
-        saved = saved_adapters(self._source / CHECKPOINTS) if self._source is not None else ()
-        self._prepared = prepare(config, stages, saved)
+        saved = saved_adapters(self._source / CHECKPOINTS) if self._source is not None else []
+        added = [adapter.name for adapter in config.adapters[len(given) :]]  # no file of the user's names them
+        self._prepared = prepare(config, stages, saved + added)
         self._config = config = self._prepared.config
         self._adapters = self._prepared.adapters
         self.job = Job(
@@ -121,14 +123,15 @@ class Leader:
             self.job, own, device, transport, stages, recorder, exporter, self._on_step, requests, cadence
         )
         lock = take_output(config, self._overwrite, self._goes_on)
-        self._open(recorder)
-        write_facts(config, self._adapters, self._engine)
-        status.write(at_once=True)
-        print(f"checkpoints: every {cadence} and at an adapter's end; a crash costs up to that and a step", flush=True)
-        self._export_ended(exporter)
         start = time.monotonic()
         view = LiveView(console, self._adapters, worker.microbatches, rows_of(config), device) if console else None
         try:
+            self._open(recorder)
+            write_facts(config, self._adapters, self._engine)
+            status.write(at_once=True)
+            costs = "at an adapter's end; a crash costs up to that and a step"
+            print(f"checkpoints: every {cadence} and {costs}", flush=True)
+            self._export_ended(exporter)
             with view.shown() if view else nullcontext():
                 with Inbox(config.output_dir, self._adapters, self._prepare, requests.add, ask):
                     self._walk(worker, windows, others, world, recorder, exporter)
@@ -137,6 +140,7 @@ class Leader:
                 exporter.finish()
         except BaseException:
             exporter.abandon(wait=stages is None)
+            lock.close()  # a caller that handles the error keeps its traceback, and with it this frame
             raise
         finally:
             recorder.close({adapter.config.name: adapter.state for adapter in self._adapters})
@@ -194,12 +198,15 @@ class Leader:
         )
 
     def _open(self, recorder: Recorder) -> None:
-        if self._source is None:
-            recorder.open()
-        else:
-            steps = {a.config.name: len(a.reports) for a in self._adapters}
-            evaluated = {a.config.name: a.evaluations[-1].step if a.evaluations else 0 for a in self._adapters}
-            recorder.open(self._source / METRICS, steps, evaluated)
+        try:
+            if self._source is None:
+                recorder.open()
+            else:
+                steps = {a.config.name: len(a.reports) for a in self._adapters}
+                evaluated = {a.config.name: a.evaluations[-1].step if a.evaluations else 0 for a in self._adapters}
+                recorder.open(self._source / METRICS, steps, evaluated)
+        except OSError as error:
+            raise UserError(f"output_dir: {METRICS} cannot be written: {error.strerror}; nothing was changed") from None
 
     def _export_ended(self, exporter: Exporter) -> None:
         """What had ended in the run before may have lacked its export, and is not trained any more."""

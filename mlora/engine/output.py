@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import os
 import shutil
+import time
 from pathlib import Path
 from typing import IO
 
@@ -20,13 +21,15 @@ _LOCK = ".lock"
 _FILES = (METRICS, PICTURE, TRACE, STATUS, FACTS, REPORT, CURVES, LOGGED)
 _FOLDERS = (INBOX, ADDED, TENSORBOARD)
 _OURS = (*_REPLACED, *_FILES, *_FOLDERS, _LOCK)
+_GLANCE_S = 1.0
 
 
 def check_output(config: RunConfig, overwrite: bool, resume: bool = False) -> None:
     """Raises UserError where the folder holds an earlier run that is neither to be replaced nor to go on, or anything
     else."""
     folder = config.output_dir
-    check_inputs(config)
+    if not resume:
+        check_inputs(config)
     if not folder.exists():
         return
     if not folder.is_dir():
@@ -63,8 +66,7 @@ def take_output(config: RunConfig, overwrite: bool, resume: bool = False) -> IO[
     folder = config.output_dir
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        lock = (folder / _LOCK).open("w")
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        lock = _locked(folder / _LOCK)
         check_output(config, overwrite, resume)
         if not resume:
             _set_aside(folder)
@@ -75,6 +77,25 @@ def take_output(config: RunConfig, overwrite: bool, resume: bool = False) -> IO[
     except OSError as error:
         raise UserError(f"output_dir: {folder} cannot be written: {error.strerror or error}") from None
     return lock
+
+
+def _locked(path: Path) -> IO[str]:
+    """The file, locked, and still the one of that name: the run before deletes it. Raises BlockingIOError.
+
+    ``is_live`` locks it too, for a moment; a run that has it does so for long.
+    """
+    end = time.monotonic() + _GLANCE_S
+    while True:
+        lock = path.open("w")
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if path.exists() and os.path.samestat(os.fstat(lock.fileno()), path.stat()):
+                return lock
+        except BlockingIOError:
+            if time.monotonic() > end:
+                raise
+        lock.close()
+        time.sleep(_GLANCE_S / 20)
 
 
 def leave_output(folder: Path, lock: IO[str], complete: bool) -> None:

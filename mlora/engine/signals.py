@@ -1,4 +1,5 @@
-"""SIGTERM and SIGINT: the first stops the run at the next point of the stream, the second ends the process at once."""
+"""SIGTERM, SIGINT, and SIGHUP from a closed terminal: the first stops the run at the next point of the stream, the
+second ends the process at once."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ import time
 from collections.abc import Callable
 from types import TracebackType
 
-_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _OURS_TO_TAKE = (signal.SIG_DFL, signal.default_int_handler)
 _LIMIT_S = 20.0  # torchrun kills 30 s after its signal
 

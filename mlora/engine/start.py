@@ -49,5 +49,5 @@ def _begun_here(output_dir: Path) -> bool:
     """Whether the torchrun that restarts this run has begun the one in the folder: that may be about to be replaced."""
     try:
         return json.loads((output_dir / STATUS).read_text(encoding="utf-8"))["launcher"] == launcher()
-    except (OSError, ValueError, KeyError):
+    except (OSError, ValueError, RecursionError, KeyError, TypeError):
         return False

@@ -18,6 +18,7 @@ from mlora.engine.output import CHECKPOINTS, INBOX, STATUS, is_live
 from mlora.types import UserError
 
 _EVERY_S = 1.0
+_KEYS = {"state", "reason", "step", "total_steps", "first_loss", "last_loss", "exported"}  # of each adapter
 
 
 def launcher() -> str:
@@ -85,8 +86,10 @@ def read_status(output_dir: Path) -> dict[str, Any]:
     """
     try:
         tree = json.loads((output_dir / STATUS).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{output_dir}: holds no run: {STATUS} cannot be read: {error}") from None
+    if not _is_status(tree):
+        raise UserError(f"{output_dir}: holds no run: {STATUS} is not one that a run has written")
     live = is_live(output_dir)
     for name, adapter in tree["adapters"].items():
         if not live and adapter["state"] not in OVER:
@@ -96,6 +99,16 @@ def read_status(output_dir: Path) -> dict[str, Any]:
         path.stem.removeprefix("add-"): path.read_text("utf-8") for path in (output_dir / INBOX).glob("add-*.refused")
     }
     return {"live": live, **tree, "refused": refused}
+
+
+def _is_status(tree: Any) -> bool:
+    """Whether it has the form that ``Status`` writes: other programs call files so, too."""
+    adapters = tree.get("adapters") if isinstance(tree, dict) else None
+    return (
+        isinstance(adapters, dict)
+        and isinstance(tree.get("updated"), float)
+        and all(isinstance(adapter, dict) and adapter.keys() >= _KEYS for adapter in adapters.values())
+    )
 
 
 def status_table(tree: dict[str, Any]) -> str:

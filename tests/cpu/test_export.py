@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 
 from mlora import UserError
 from mlora.adapters.targets import match_targets
-from mlora.checkpoint.peft_files import ExportError, read_adapter, write_adapter
+from mlora.checkpoint.peft_files import ExportError, adapter_files, read_adapter, read_note, write_adapter
 from mlora.config import parse_config
 from mlora.engine.verify import verify_run
 from mlora.engine.warnings import deployment_warnings
@@ -135,6 +135,21 @@ def test_reading_gives_back_what_was_written(tmp_path):
     for name, pair in matrices.items():
         assert all(torch.equal(x, y) for x, y in zip(pair, read[name], strict=True))
     assert [path.name for path in tmp_path.iterdir()] == ["a"]
+
+
+def test_the_same_adapter_is_the_same_bytes(tmp_path):
+    """With a note on its base, too; and whoever may read one of its files may read the other."""
+    matrices, digests = _matrices(), set()
+    for turn in range(12):
+        folder = tmp_path / f"{turn}"
+        keys = _config(r=2, target_modules=["q_proj"])
+        write_adapter(folder, keys, "base", tuple(matrices), matrices, quantised='{"dense": []}')
+        digests.add((folder / "adapter_model.safetensors").read_bytes())
+    assert len(digests) == 1 and read_note(folder) == '{"dense": []}'
+    read = read_adapter(folder)[1]
+    assert all(torch.equal(x, y) for name in matrices for x, y in zip(matrices[name], read[name], strict=True))
+    config, weights = adapter_files(folder)
+    assert config.stat().st_mode == weights.stat().st_mode
 
 
 def _matrices(layers=2):

@@ -163,6 +163,26 @@ def test_a_disk_that_fills_up_loses_nothing_that_was_saved(small_disk, model, ad
     assert_resumed(model, adapters, folder, undisturbed)
 
 
+def test_a_disk_that_is_full_when_a_run_goes_on_is_a_line_and_changes_nothing(small_disk, model, adapters, undisturbed):
+    folder = small_disk / "run"
+
+    def crash(report):
+        if (report.adapter, report.step) == ("b", 5):
+            raise RuntimeError("crash")
+
+    with pytest.raises(RuntimeError, match="crash"):
+        mlora.train(config(model, adapters, folder, save_steps=2), on_step=crash)
+    before = (folder / "metrics.jsonl").read_text()
+    with (small_disk / "other").open("wb", buffering=0) as file, pytest.raises(OSError, match="No space left"):
+        while True:
+            file.write(bytes(4096))
+    with pytest.raises(mlora.UserError, match=r"output_dir: metrics.jsonl cannot be written: No space left"):
+        mlora.train(config(model, adapters, folder), resume="auto")
+    assert (folder / "metrics.jsonl").read_text() == before
+    (small_disk / "other").unlink()
+    assert_resumed(model, adapters, folder, undisturbed)
+
+
 def test_data_that_are_gone_when_a_run_goes_on_park_their_adapter(tmp_path, model, adapters, undisturbed):
     """A fresh run with such a mistake is refused before anything is written; one that goes on is the others' too."""
     moved = tmp_path / "b.jsonl"

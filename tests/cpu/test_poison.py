@@ -80,6 +80,7 @@ def test_the_culprit_alone_is_parked(tmp_path, model, adapters, undisturbed, mon
     survivors = NAMES if once else NAMES.replace("b", "")
     for name in survivors:
         assert not undisturbed[name].differences(outcome(results, name)), name
+        assert results.adapters[name].reason == "", "what was made good is no reason"
     if not once:
         parked = results.adapters["b"]
         assert parked.state == "failed" and parked.folder is None

@@ -202,6 +202,7 @@ def test_what_gives_the_tensors_their_shape_is_never_changed(model, adapters, cr
         ({"vocab_size": 352}, "was made for another base model: vocab_size 320, not 352"),
         ({"num_key_value_heads": 4}, "adapters.a.: its modules cannot change in mid-training"),
         ({"rms_norm_eps": 1e-3}, "base_model: its files are others than they were"),
+        ({"seed": 1}, "base_model: its files are others than they were"),
     ],
 )
 def test_a_checkpoint_of_another_base_model_is_refused(tmp_path, adapters, crashed, changes, message):

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import math
 import os
+import threading
 from pathlib import Path
 
 import pytest
@@ -13,7 +15,7 @@ import torch
 import mlora
 from mlora import UserError
 from mlora.adapters.state import AdapterState
-from mlora.engine.output import take_output
+from mlora.engine.output import is_live, take_output
 from tests.cpu.runs import run, write_rows
 from tests.cpu.tiny import save_tiny
 
@@ -199,3 +201,43 @@ def test_a_metrics_file_that_cannot_be_written_costs_the_file_not_the_run(tmp_pa
     assert results.adapters["a"].state == "ended"
     assert "No space left on device; the run goes on without it" in capsys.readouterr().out
     assert len(json.loads((tmp_path / "run/metrics.jsonl").read_text().splitlines()[0])) == 8
+
+
+def test_a_glance_at_the_folder_does_not_keep_a_run_from_it(tmp_path, model, adapter):
+    """``mlora status`` locks the file for a moment, and may do so just when a run begins."""
+    folder = tmp_path / "run"
+    folder.mkdir()
+    looking = (folder / ".lock").open("w")
+    fcntl.flock(looking, fcntl.LOCK_SH)
+    threading.Timer(0.3, looking.close).start()
+    take_output(mlora.parse_config(_config(model, folder, adapter)), overwrite=False).close()
+
+
+def test_a_lock_whose_file_the_run_before_deletes_is_none(tmp_path, model, adapter, monkeypatch):
+    """Else a third run would find no file, and both would have the folder."""
+    folder, flock = tmp_path / "run", fcntl.flock
+    folder.mkdir()
+
+    def late(lock, how):
+        monkeypatch.setattr(fcntl, "flock", flock)
+        (folder / ".lock").unlink()
+        flock(lock, how)
+
+    monkeypatch.setattr(fcntl, "flock", late)
+    with take_output(mlora.parse_config(_config(model, folder, adapter)), overwrite=False):
+        assert is_live(folder)
+
+
+def test_a_caller_may_go_on_while_it_handles_the_error(tmp_path, model, adapter):
+    """The error's traceback still holds all that the failed run had opened."""
+    config = _config(model, tmp_path / "run", adapter)
+
+    def crash(report):
+        raise RuntimeError("crash")
+
+    try:
+        mlora.train(config, on_step=crash)
+    except RuntimeError:
+        assert not mlora.train(config, resume="auto").failed
+    else:
+        pytest.fail("it should have raised")

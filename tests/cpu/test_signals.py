@@ -1,4 +1,4 @@
-"""SIGTERM and SIGINT of a run in one process: a checkpoint, the exit code, and the second one at once."""
+"""SIGTERM, SIGINT and SIGHUP of a run in one process: a checkpoint, the exit code, and the second one at once."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 import mlora
 from mlora.checkpoint.versions import read_version, versions
@@ -57,6 +59,21 @@ def started(path: Path, code: str = "") -> subprocess.Popen[str]:
     )
 
 
+def test_a_log_on_a_full_disk_costs_its_lines_not_the_run(tmp_path, tree, alone):
+    config = write(tree, tmp_path / "run")
+    with Path("/dev/full").open("w") as full:
+        words = [sys.executable, "-m", "mlora", "train", str(config)]
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+        assert subprocess.run(words, env=environment, stdout=full, stderr=full, check=False, timeout=60).returncode == 0
+    for name in "ab":
+        assert not alone[name].weights.keys() ^ load(tmp_path / "run", name).keys()
+        assert all(torch.equal(alone[name].weights[key], x) for key, x in load(tmp_path / "run", name).items())
+
+
+def load(folder: Path, name: str) -> dict[str, torch.Tensor]:
+    return load_file(folder / "adapters" / name / "adapter_model.safetensors")
+
+
 def write(tree, folder: Path) -> Path:
     path = folder.with_suffix(".json")
     path.write_text(json.dumps(tree | {"output_dir": str(folder)}))
@@ -70,7 +87,7 @@ def wait_for(process, text: str) -> None:
     pytest.fail(f"{text!r} was not printed: {process.stderr.read()}")
 
 
-@pytest.mark.parametrize("number, stages", [(signal.SIGINT, 1), (signal.SIGTERM, 3)])
+@pytest.mark.parametrize("number, stages", [(signal.SIGINT, 1), (signal.SIGTERM, 3), (signal.SIGHUP, 1)])
 def test_the_first_signal_saves_and_ends_and_nothing_is_lost(tmp_path, tree, alone, number, stages):
     tree = tree | {"pipeline": {"stages": stages, "transport": "local"}}
     folder = tmp_path / "run"

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
+import signal
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
 import mlora
 from mlora import UserError, cli
-from mlora.engine import inbox
+from mlora.engine import inbox, leader
 from mlora.engine.inbox import leave_adapters, leave_stop
 from mlora.engine.status import read_status, status_table
 from tests.cpu.runs import outcome, write_rows
 from tests.cpu.tiny import save_tiny
 
-ENDLESS = 10**6
+ENDLESS = 20_000  # minutes: a test that fails ends, too
 DEADLINE_S = 60
 
 
@@ -75,6 +79,13 @@ def until(folder, condition):
         except UserError:
             pass
         assert time.monotonic() < end, tree
+        time.sleep(0.02)
+
+
+def until_refused(folder, name):
+    end = time.monotonic() + DEADLINE_S
+    while name not in read_status(folder)["refused"]:
+        assert time.monotonic() < end
         time.sleep(0.02)
 
 
@@ -150,10 +161,7 @@ def test_what_cannot_be_added_or_stopped_is_named(tmp_path, model, adapters, cap
                 said[name] = str(error)
         with pytest.raises(UserError, match=r"the run has no adapter 'x'; it has a"):
             leave_stop(folder, "x")
-        end = time.monotonic() + DEADLINE_S
-        while "missing" not in read_status(folder)["refused"]:
-            assert time.monotonic() < end
-            time.sleep(0.02)
+        until_refused(folder, "missing")
         assert "missing: not added: " in status_table(read_status(folder))
         leave_stop(folder, "a")
 
@@ -168,6 +176,100 @@ def test_what_cannot_be_added_or_stopped_is_named(tmp_path, model, adapters, cap
     for call in (lambda: leave_stop(folder, "a"), lambda: leave_adapters(folder, tmp_path / "again.yaml")):
         with pytest.raises(UserError, match="this run is not running; change its configuration and --resume it"):
             call()
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["{}", "[]", '{"adapters": {"a": 3}, "updated": 1.0}', '{"adapters": ["a"]}', '{"adapters": {}}', "{", "[" * 10**5],
+)
+def test_status_of_a_foreign_folder(tmp_path, text):
+    (tmp_path / "status.json").write_text(text)
+    with pytest.raises(UserError, match=r"holds no run: status\.json"):
+        read_status(tmp_path)
+
+
+def test_two_that_add_the_same_name_and_one_that_tries_again(tmp_path, model, adapters):
+    """Whoever comes second hears so, before and behind the run's look into its inbox; a later success is one."""
+    folder, rows = tmp_path / "run", tmp_path / "rows.jsonl"
+    for name, tree in {"first": {"r": 4}, "second": {"r": 8, "name": "B"}, "again": {"dataset": str(rows)}}.items():
+        (tmp_path / f"{name}.yaml").write_text(json.dumps({"adapters": [adapters[1] | tree]}))
+
+    def beside():
+        until(folder, lambda shown: shown["a"]["step"] >= 1)
+        leave_adapters(folder, tmp_path / "again.yaml")
+        until_refused(folder, "b")
+        shutil.copy(adapters[1]["dataset"], rows)
+        leave_adapters(folder, tmp_path / "first.yaml")
+        for _ in range(2):
+            with pytest.raises(UserError, match="the run has an adapter 'B' already"):
+                leave_adapters(folder, tmp_path / "second.yaml")
+            tree = until(folder, lambda shown: "b" in shown)
+        assert tree["refused"] == {}
+        leave_stop(folder, "a")
+
+    join = other_thread(beside)
+    endless = [adapters[0] | {"max_steps": ENDLESS, "lr_scheduler_type": "constant"}]
+    results = mlora.train(config(model, endless, folder))
+    join()
+    assert results.adapters["b"].state == "ended"
+
+
+def test_one_file_that_breaks_does_not_keep_the_next_waiting(tmp_path, model, adapters, monkeypatch):
+    prepare = leader.prepare_adapter
+
+    def breaks(index, adapter, *rest):
+        if adapter.name == "b":
+            raise MemoryError("no room")
+        return prepare(index, adapter, *rest)
+
+    folder = tmp_path / "run"
+    for name, adapter in zip("bc", adapters[1:], strict=True):
+        (tmp_path / f"{name}.yaml").write_text(json.dumps({"adapters": [adapter]}))
+
+    def beside():
+        until(folder, lambda shown: shown["a"]["step"] >= 1)
+        monkeypatch.setattr(leader, "prepare_adapter", breaks)
+        leave_adapters(folder, tmp_path / "b.yaml")
+        until_refused(folder, "b")
+        leave_adapters(folder, tmp_path / "c.yaml")
+        tree = until(folder, lambda shown: "c" in shown)
+        assert tree["refused"] == {"b": "MemoryError: no room"}
+        leave_stop(folder, "a")
+
+    join = other_thread(beside)
+    endless = [adapters[0] | {"max_steps": ENDLESS, "lr_scheduler_type": "constant"}]
+    assert mlora.train(config(model, endless, folder)).adapters["c"].state == "ended"
+    join()
+
+
+def test_an_adapter_may_begin_with_one_of_the_same_run_and_is_resumed(tmp_path, model, adapters, monkeypatch):
+    """Its path counts from another folder than the run's, and lies in the run folder, which resuming leaves alone."""
+    folder, elsewhere = tmp_path / "run", tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    tree = {"adapters": [adapters[1] | {"init_from": "../run/adapters/c"}]}
+    (elsewhere / "b.yaml").write_text(json.dumps(tree))
+
+    def beside():
+        until(folder, lambda shown: shown["c"]["state"] == "ended" and shown["c"]["exported"])
+        monkeypatch.chdir(elsewhere)
+        leave_adapters(folder, Path("b.yaml"))
+        monkeypatch.chdir(tmp_path)
+        until(folder, lambda shown: "b" in shown)
+
+    def crash(report):
+        if (report.adapter, report.step) == ("b", 3):
+            raise RuntimeError("crash")
+
+    join = other_thread(beside)
+    endless = [adapters[0] | {"max_steps": ENDLESS, "lr_scheduler_type": "constant"}, adapters[2]]
+    with pytest.raises(RuntimeError, match="crash"):
+        mlora.train(config(model, endless, folder, save_steps=2), on_step=crash)
+    join()
+    ended = mlora.train(
+        config(model, endless, folder), resume="auto", on_step=lambda r: "end" if r.adapter == "a" else None
+    )
+    begun = [adapters[1] | {"init_from": str(folder / "adapters/c")}]
+    assert not outcome(mlora.train(config(model, begun, tmp_path / "alone")), "b").differences(outcome(ended, "b"))
 
 
 def test_status_of_a_run_that_ended_and_of_one_that_crashed(tmp_path, model, adapters, capsys):
@@ -196,3 +298,46 @@ def test_status_of_a_run_that_ended_and_of_one_that_crashed(tmp_path, model, ada
     assert "not running" in table and "6/6" in table and f"{results.adapters['a'].loss:.4f}" in table
     with pytest.raises(UserError, match="holds no run"):
         read_status(tmp_path)
+
+
+def test_an_added_adapter_whose_data_are_gone_does_not_keep_the_run_from_going_on(tmp_path, model, adapters):
+    """It had no checkpoint yet, and no file of the user's names it."""
+    folder, rows = tmp_path / "run", tmp_path / "rows.jsonl"
+    shutil.copy(adapters[1]["dataset"], rows)
+    (tmp_path / "b.yaml").write_text(json.dumps({"adapters": [adapters[1] | {"dataset": str(rows)}]}))
+
+    def on_step(report):
+        if report.step == 1:
+            leave_adapters(folder, tmp_path / "b.yaml")
+        if (folder / "added/b.json").exists():
+            raise RuntimeError("crash")
+        time.sleep(0.01)
+
+    endless = [adapters[0] | {"max_steps": ENDLESS, "lr_scheduler_type": "constant"}]
+    with pytest.raises(RuntimeError, match="crash"):
+        mlora.train(config(model, endless, folder), on_step=on_step)
+    rows.unlink()
+    results = mlora.train(config(model, endless, folder), resume="auto", on_step=lambda report: "end")
+    assert results.failed == ("b",) and "rows.jsonl: cannot be read" in results.adapters["b"].reason
+    assert results.adapters["a"].state == "ended"
+
+
+def test_what_was_left_just_before_a_signal_is_taken_when_the_run_goes_on(tmp_path, model, adapters, monkeypatch):
+    folder, left = tmp_path / "run", []
+    (tmp_path / "b.yaml").write_text(json.dumps({"adapters": [adapters[1]]}))
+
+    def on_step(report):
+        if not left:
+            left.extend(leave_adapters(folder, tmp_path / "b.yaml"))
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    endless = [adapters[0] | {"max_steps": ENDLESS, "lr_scheduler_type": "constant"}]
+    monkeypatch.setattr(inbox, "_EVERY_S", 60)
+    with pytest.raises(mlora.Interrupted):
+        mlora.train(config(model, endless, folder), on_step=on_step)
+    monkeypatch.setattr(inbox, "_EVERY_S", 0.02)
+    join = other_thread(lambda: (until(folder, lambda shown: "b" in shown), leave_stop(folder, "a")))
+    ended = mlora.train(config(model, endless, folder), resume="auto")
+    join()
+    alone = mlora.train(config(model, adapters[1:2], tmp_path / "alone"))
+    assert not outcome(alone, "b").differences(outcome(ended, "b"))

@@ -77,6 +77,7 @@ MUTANTS = (
     (4, "losses_between_lines_forgotten", CRASH),
     (4, "lines_behind_the_checkpoint_kept", CRASH),
     (4, "changed_keys_not_looked_at", f"{RESUME}::test_a_changed_key_is_named_and_needs_a_word"),
+    (4, "base_known_by_its_headers", f"{RESUME}::test_a_checkpoint_of_another_base_model_is_refused"),
     (4, "evaluations_begin_anew", f"{EVALUATION}::test_a_crash_changes_no_bit"),
     (3, "best_kept_behind_the_next_step", f"{EVALUATION}::test_patience_ends_an_adapter_and_its_best_step_is_exported"),
     (1, "evaluated_with_dropout", f"{EVALUATION}::test_the_numbers_are_those_of_transformers"),
