@@ -1,9 +1,9 @@
 """What the pages say is done: their commands and programs run, in order, and print what they are said to print.
 
-Each page is read as a story, in a folder of its own. There lie the examples, a few runs, and a tiny model under the name of
-the one that the pages use. A ``yaml`` block that begins with ``# NAME.yaml`` is written to that file; the lines of
-``bash`` blocks, and those behind ``$`` in ``text`` blocks, run; ``python`` blocks are executed. Every line printed in a
-``text`` block must come in that order, numbers and the model's own words apart; ``…`` stands for lines left out.
+Each page is read as a story, in a folder of its own. There lie the examples, a few runs, and a tiny model under the
+name of the one that the pages use. A ``yaml`` block that begins with ``# NAME.yaml`` is written to that file; the lines
+of ``bash`` blocks, and those behind ``$`` in ``text`` blocks, run; ``python`` blocks are executed. On the pages in
+COMPARED every line of a ``text`` block must be printed, in that order, numbers apart; ``…`` is what was left out.
 """
 
 from __future__ import annotations
@@ -36,18 +36,20 @@ PAGES = sorted(
     for page in (ROOT / "README.md", *ROOT.glob("docs/*.md"), *ROOT.glob("*/README.md"))
     if "benchmarks" not in page.parts
 )
-# What does not run here, as a regular expression for a line's beginning, and why. Every mlora command in it is still parsed.
+# What does not run here, as a regular expression for a line's beginning, and why; it is parsed all the same.
 ELSEWHERE = {
-    r"make |python3 -m venv|pip install|python examples/": "sets up an environment or fetches a model; CI begins with it",
-    r"torchrun --nnodes|sbatch|kubectl": "several hosts; their launchers' lines are parsed by tests/cpu/test_launch_files.py",
+    r"make |python3 -m venv|pip install|python examples/": "sets up an environment, or fetches a model",
+    r"torchrun --nnodes|sbatch|kubectl": "several hosts; torchrun's parser in tests/cpu/test_launch_files.py",
     r"python benchmarks|pytest tests/gpu": "a GPU, or hours",
     r"mlora (add|stop) ": "a run that is live; tests/cpu/test_while_running.py",
     r"mlora train hub.yaml": "a hub that is out of reach; tests/cpu/test_data_hub.py",
 }
 COMPARED = ("README.md", "docs/guide.md", "docs/commands.md", "docs/api.md")  # pages whose output is checked
 INTERRUPTED = "mlora: interrupted; --resume auto goes on from the checkpoints"  # by a signal: tests/cpu/test_signals.py
-# A model's answer, a picture of lengths, a run that is live and what was added to it: others for a tiny model.
-ITS_OWN = re.compile(r"\[\d+\] |\d+ \w+ (True|False) |(lengths)? +\d+ - |live; |\w+ +training |tickets[: ]")
+# What is another for a tiny model, or a machine: answers, pictures of lengths, a live run and what was added to it.
+ITS_OWN = re.compile(
+    r"\[\d+\] |\d+ \w+ (True|False) |(lengths)? +\d+ - |live; |\w+ +training |tickets[: ]|torch |CUDA "
+)
 SEVERAL_PROCESSES = re.compile(r"--nproc|torchrun")  # run by the slow test
 
 
