@@ -14,7 +14,7 @@ from mlora.adapters.targets import match_targets
 from mlora.config import AdapterConfig, DatasetConfig, RunConfig
 from mlora.data import TokenData, hold_out, join_tokens, open_source, open_tokens
 from mlora.engine.adapter_run import AdapterRun
-from mlora.engine.device import choose_device, choose_dtype
+from mlora.engine.device import choose_device, choose_dtype, row_bucket
 from mlora.engine.layout import layer_counts
 from mlora.engine.memory import fitted
 from mlora.engine.warnings import deployment_warnings
@@ -75,7 +75,10 @@ def prepare(config: RunConfig, stages: int, resumable: Collection[str] = (), to_
             print(f"{adapter.name}: is parked: {error}", flush=True)
     if not adapters:
         raise UserError(next(iter(parked.values())))
-    flight = in_flight(stages, config.pipeline.in_flight or _factor(config, stages))
+    device = choose_device(config.device)
+    floor = row_bucket(device, choose_dtype(config.dtype, device))(1)
+    rows = [adapter.config.rows_per_step * float(adapter.data.lengths.mean()) for adapter in adapters]
+    flight = in_flight(stages, config.pipeline.in_flight or in_flight_factor(config, stages, rows, floor))
     prepared = Prepared(
         config=fitted(config, spec, layers, flight, adapters, quantization),
         folder=folder,
@@ -114,12 +117,18 @@ def _check_rates(adapter: AdapterRun) -> None:
         )
 
 
-def _factor(config: RunConfig, stages: int) -> int:
+def in_flight_factor(config: RunConfig, stages: int, step_rows: Sequence[float], floor: int) -> int:
     """2 microbatches in flight for each of 1F1B's ride out uneven costs, if the other adapters can fill the longer wait
-    between an adapter's steps; otherwise they would only make it longer."""
-    active = min(config.max_active, len(config.adapters))
-    samples = min(adapter.rows_per_step for adapter in config.adapters)
-    return 2 if stages > 1 and (active - 1) * samples >= 2 * stages - 1 else 1
+    between an adapter's steps; otherwise they would only make it longer.
+
+    Args:
+        step_rows: of a step of each adapter, on average.
+        floor: rows under which a smaller microbatch is no cheaper.
+    """
+    active = sorted(step_rows, reverse=True)[: config.max_active]
+    samples = (len(active) - 1) * min(adapter.rows_per_step for adapter in config.adapters)
+    others = min(samples, sum(active[1:]) // floor)
+    return 2 if stages > 1 and others >= 2 * stages - 1 else 1
 
 
 def cache_folder() -> Path:

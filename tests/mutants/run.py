@@ -60,6 +60,7 @@ MUTANTS = (
     (2, "sigmoid_of_torch", "tests/cpu/test_ops_elementwise.py"),
     (2, "kernel_sums_over_the_samples_place", KERNELS),
     (2, "kernel_mask_by_row", KERNELS),
+    (2, "kernel_sum_begins_with_what_it_is_added_to", "tests/cpu/test_kernel_forms.py"),
     (2, "kernel_ignores_the_tables_slot", "tests/kernels/test_lora.py"),
     (1, "float16_scale_stays_in_the_step", "tests/cpu/test_float16.py"),
     (3, "norm_of_the_first_stage_only", STAGES),

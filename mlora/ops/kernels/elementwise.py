@@ -19,13 +19,13 @@ from mlora.ops.elementwise import Heads
 from mlora.ops.kernels import FUSED, UNFUSED
 from mlora.ops.kernels.lora import (
     FIELDS,
-    add_term,
     arguments,
     cap_of,
     drop,
     expand,
     is_masked,
     matrix_of,
+    product_tile,
     products_tile,
     term_tile,
     tile_of,
@@ -324,11 +324,8 @@ def _swiglu_kernel(
         gate_NK = tl.load(place_NK, mask=valid_NK, other=0.0)
         up_NK = tl.load(place_NK + width, mask=valid_NK, other=0.0)
         if adapted:
-            zero_NK = tl.zeros([row_tile, column_tile], dtype=tl.float32)
-            term_NK = add_term(zero_NK, s, s_gate_NR, gate, gate_rank, 0, row_N, owned_N, k_K, width, 2, cap, aligned)
-            gate_NK += term_NK.to(gate_NK.dtype)
-            term_NK = add_term(zero_NK, s, s_up_NR, up, up_rank, 1, row_N, owned_N, k_K, width, 2, cap, aligned)
-            up_NK += term_NK.to(up_NK.dtype)
+            gate_NK += product_tile(s, s_gate_NR, gate, gate_rank, 0, row_N, owned_N, k_K, width, 2, cap, aligned)
+            up_NK += product_tile(s, s_up_NR, up, up_rank, 1, row_N, owned_N, k_K, width, 2, cap, aligned)
         else:
             gate_NK += 0.0
             up_NK += 0.0
@@ -377,18 +374,13 @@ def _swiglu_backward_kernel(
         up_NK = tl.load(place_NK + width, mask=valid_NK, other=0.0)
         d_NK = tl.load(hidden_NK, mask=valid_NK, other=0.0).to(tl.float32)
         if adapted:
-            zero_NK = tl.zeros([row_tile, column_tile], dtype=tl.float32)
-            term_NK = add_term(zero_NK, s, s_gate_NR, gate, gate_rank, 0, row_N, owned_N, k_K, width, 2, cap, aligned)
-            gate_NK += term_NK.to(gate_NK.dtype)
-            term_NK = add_term(zero_NK, s, s_up_NR, up, up_rank, 1, row_N, owned_N, k_K, width, 2, cap, aligned)
-            up_NK += term_NK.to(up_NK.dtype)
+            gate_NK += product_tile(s, s_gate_NR, gate, gate_rank, 0, row_N, owned_N, k_K, width, 2, cap, aligned)
+            up_NK += product_tile(s, s_up_NR, up, up_rank, 1, row_N, owned_N, k_K, width, 2, cap, aligned)
         else:
             gate_NK += 0.0
             up_NK += 0.0
         if dadapted:
-            zero_NK = tl.zeros([row_tile, column_tile], dtype=tl.float32)
-            term_NK = add_term(zero_NK, ds, ds_NR, down, down_rank, 0, row_N, owned_N, k_K, width, 1, dcap, aligned)
-            term_NK = term_NK.to(up_NK.dtype)
+            term_NK = product_tile(ds, ds_NR, down, down_rank, 0, row_N, owned_N, k_K, width, 1, dcap, aligned)
             if dropout:
                 if masked:
                     term_NK = drop(term_NK, entry, ordinal, step, position_N, k, column_tile)

@@ -263,25 +263,33 @@ def add_term(
 
 
 @triton.jit
+def product_tile(
+    s, s_NR, matrix, rank, module, row_N, owned_N, column_K, width,
+    modules: tl.constexpr, cap: tl.constexpr, aligned: tl.constexpr,
+):
+    """S·B or dS·A of one module, in the dtype of S."""
+    acc_NK = tl.zeros([row_N.shape[0], column_K.shape[0]], dtype=tl.float32)
+    acc_NK = add_term(acc_NK, s, s_NR, matrix, rank, module, row_N, owned_N, column_K, width, modules, cap, aligned)
+    return _apart(acc_NK, owned_N).to(s.dtype.element_ty)
+
+
+@triton.jit
+def _apart(sum_NK, owned_N):
+    """The sum as it is. Without the choice the compiler would begin it, in float32 and with few ranks only, with the
+    number that it is to be added to, and round otherwise than in company."""
+    return tl.where(owned_N[:, None], sum_NK, 0.0)
+
+
+@triton.jit
 def term_tile(
     s, table, slot, module, row_N, valid_N, column_K, width,
     side: tl.constexpr, modules: tl.constexpr, cap: tl.constexpr, aligned: tl.constexpr,
 ):
-    """S·B (side 1) or dS·A (side 0) of one module, in the dtype of S."""
-    acc_NK = tl.zeros([row_N.shape[0], column_K.shape[0]], dtype=tl.float32)
-    acc_NK = _add_module(acc_NK, s, table, slot, module, row_N, valid_N, column_K, width, side, modules, cap, aligned)
-    return acc_NK.to(s.dtype.element_ty)
-
-
-@triton.jit
-def _add_module(
-    acc_NK, s, table, slot, module, row_N, valid_N, column_K, width,
-    side: tl.constexpr, modules: tl.constexpr, cap: tl.constexpr, aligned: tl.constexpr,
-):
+    """The same for a single tile: S·B (side 1) or dS·A (side 0)."""
     matrix, rank = matrix_of(table, slot, module, side, modules, s.dtype.element_ty)
     owned_N = valid_N & (row_N * 0 + slot >= 0)
     s_NR = products_tile(s, row_N, owned_N, module * cap, modules, cap)
-    return add_term(acc_NK, s, s_NR, matrix, rank, module, row_N, owned_N, column_K, width, modules, cap, aligned)
+    return product_tile(s, s_NR, matrix, rank, module, row_N, owned_N, column_K, width, modules, cap, aligned)
 
 
 @triton.jit
@@ -309,6 +317,7 @@ def _sum_of_terms(
 ):
     """Σ dS·A, one module after another; where each has 16 ranks, side by side in one product, which is the same sum."""
     acc_NK = tl.zeros([row_N.shape[0], column_K.shape[0]], dtype=tl.float32)
+    owned_N = valid_N & (row_N * 0 + slot >= 0)
     if cap == 16 and modules > 1:
         together: tl.constexpr = triton.next_power_of_2(modules) * 16
         c = tl.arange(0, together)
@@ -316,7 +325,6 @@ def _sum_of_terms(
         valid_C = (c % 16 < tl.load(entry_C + RANK)) & (c < modules * 16) & (c * 0 + slot >= 0)
         matrix_C = tl.load(entry_C + A).to(tl.pointer_type(s.dtype.element_ty))
         place_NC = row_N[:, None].to(tl.int64) * (16 * modules) + c[None, :]
-        owned_N = valid_N & (row_N * 0 + slot >= 0)
         s_NC = tl.load(s + place_NC, mask=owned_N[:, None] & (c < modules * 16)[None, :], other=0.0)
         pointer_CK = matrix_C[:, None] + (c % 16)[:, None] * width + column_K[None, :]
         if aligned:
@@ -325,8 +333,10 @@ def _sum_of_terms(
         acc_NK = tl.dot(s_NC, m_CK, acc_NK, input_precision="ieee")
     else:
         for module in tl.static_range(modules):
-            acc_NK = _add_module(acc_NK, s, table, slot, module, row_N, valid_N, column_K, width, 0, modules, cap, aligned)
-    return acc_NK
+            matrix, rank = matrix_of(table, slot, module, 0, modules, s.dtype.element_ty)
+            s_NR = products_tile(s, row_N, owned_N, module * cap, modules, cap)
+            acc_NK = add_term(acc_NK, s, s_NR, matrix, rank, module, row_N, owned_N, column_K, width, modules, cap, aligned)
+    return _apart(acc_NK, owned_N)
 
 
 @triton.jit

@@ -152,13 +152,18 @@ class Planner:
         return segments
 
     def _effective_cap(self) -> int:
-        """The cap, lowered until the steps of all others fill the w(0) - 1 positions in which the largest waits."""
+        """The cap, lowered until the steps of all others fill the w(0) - 1 positions in which the largest waits.
+
+        Where no step is larger than the w(0)-th part of all, each position gets such a part: an even share fills them best.
+        """
         waiting = self._gap - 1
         if not waiting or not self._lines:
             return self._cap
         rows = [line.rows for line in self._lines.values()]
-        others = max(sum(rows) - max(rows), sum(rows) // _ALONE)
-        return min(self._cap, max(self._floor, others // waiting))
+        share = -(-sum(rows) // self._gap)
+        if max(rows) > share:
+            share = max(sum(rows) - max(rows), sum(rows) // _ALONE) // waiting
+        return min(self._cap, max(self._floor, share))
 
     def _note(self, line: _Line, segment: Segment) -> None:
         """What follows from a segment at this position: its slot is in use, a later position carries its STEP."""
