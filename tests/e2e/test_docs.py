@@ -205,8 +205,9 @@ def _run(command: str) -> tuple[int, list[str]]:
         for name, module in (("mlora", "mlora"), ("torchrun", "torch.distributed.run")):
             command = re.sub(f"^{name} ", f"{sys.executable} -m {module} ", command)
         environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-        done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False, env=environment)
-        return done.returncode, (done.stdout + done.stderr).splitlines()
+        shell = ["bash", "-c", f"exec 2>&1; {command}"]
+        done = subprocess.run(shell, stdout=subprocess.PIPE, text=True, check=False, env=environment)
+        return done.returncode, done.stdout.splitlines()
     out = io.StringIO()
     file = Path(words[words.index(">") + 1]) if ">" in words else None
     with contextlib.redirect_stdout(io.StringIO() if file else out) as own, contextlib.redirect_stderr(out):
