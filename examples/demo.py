@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peft import PeftModel
 from prepare_model import default_cache, prepare
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging
@@ -81,6 +80,8 @@ class Base:
         """Greedy answers, by way of PEFT where an adapter's folder is given."""
         if adapter is None:
             return {question: self._answer(self.model, question) for question in questions}
+        from peft import PeftModel  # behind mlora, which keeps bitsandbytes' advice about kernels away
+
         model = PeftModel.from_pretrained(self.model, adapter).eval()
         answers = {question: self._answer(model, question) for question in questions}
         self.model = model.unload()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -70,11 +71,15 @@ def _peft_logits(base: Path, folder: Path, input_ids: torch.Tensor) -> tuple[tor
     """Logits with and without the adapter."""
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
 
+    logging.disable_progress_bar()
     plain = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
     if load_spec(base).stored:  # else bitsandbytes would round what goes through an int8 weight too
         plain = plain.dequantize()
-    model = PeftModel.from_pretrained(plain, folder).eval()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # of transformers to PEFT, on names that both will change
+        model = PeftModel.from_pretrained(plain, folder).eval()
     with torch.no_grad():
         adapted = model(input_ids[None]).logits[0]
         with model.disable_adapter():

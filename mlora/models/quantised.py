@@ -31,8 +31,9 @@ from mlora.types import MERGED_LINEARS, UserError, module_name
 
 _FP8_UNITS = (8, 9)  # compute capability of the first GPUs that have them
 
-# It asks for a kernel that multiplies by 4-bit weights, which nothing here does.
-logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
+# Whoever imports it first (peft and transformers do, too) is told to install a kernel that multiplies by 4-bit weights,
+# which nothing here does. Its other messages are shown.
+logging.getLogger("bitsandbytes.backends.cpu.ops").addFilter(lambda record: "gemm_4bit_forward" not in str(record.msg))
 
 
 class FrozenWeight(Protocol):

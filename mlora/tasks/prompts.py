@@ -42,7 +42,9 @@ class Prompter:
         elif form.plain:
             ids = self._splitter.leading + self.split(form.plain(fields)[0])
         else:
-            raise UserError(f"{row.file}: conversations need a chat template and there is none; give --chat-template")
+            raise UserError(
+                f"{row.file}: conversations need a chat template and there is none; --set dataset.chat_template=FILE"
+            )
         if not ids:
             raise row.error(None, "the prompt is empty; begin with at least a word")
         return ids

@@ -6,6 +6,7 @@ Letters: O out features, D in features.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import subprocess
 import sys
@@ -590,3 +591,10 @@ def test_a_run_does_not_go_on_with_other_weights(tmp_path: Path, model: Path) ->
     config = {"base_model": str(model), "output_dir": str(tmp_path / "run"), "adapters": [subject | {"max_steps": 6}]}
     text = refusal(lambda: mlora.train(config, resume="auto"))
     assert "quantization is none and was nf4" in text
+
+
+def test_of_what_bitsandbytes_says_only_its_advice_on_a_kernel_is_kept_back(caplog):
+    logger = logging.getLogger("bitsandbytes.backends.cpu.ops")
+    logger.warning("Failed to load CPU gemm_4bit_forward from kernels-community: %s.", "no such module")
+    logger.warning("anything else")
+    assert caplog.messages == ["anything else"]
