@@ -257,7 +257,7 @@ class PipelineConfig:
         replicas = self.replicas or max(1, world // stages)
         if stages * replicas != world:
             raise UserError(
-                f"pipeline: {stages} stages × {replicas} replicas need {stages * replicas} processes, but there "
+                f"pipeline: stages {stages} × replicas {replicas} need {stages * replicas} processes, but there "
                 f"{'is' if world == 1 else 'are'} {world}; start with torchrun --nproc-per-node, or change the numbers"
             )
         return stages, replicas

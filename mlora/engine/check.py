@@ -163,10 +163,10 @@ def _spread(rows: int) -> list[int]:
 
 
 def _marked(data: TokenData, index: int, tokenizer: PreTrainedTokenizerFast) -> str:
-    """A row's text, special tokens and all; each unbroken run of trained tokens in [[ ]]."""
+    """A row's text, special tokens and all; each unbroken run of trained tokens in [[ ]]. None predicts the first one."""
     ids, labels = (part.tolist() for part in data.sample(index))
     pieces: list[tuple[bool, list[int]]] = []
-    for token, label in zip(ids, labels, strict=True):
+    for token, label in zip(ids, [IGNORE, *labels[1:]], strict=True):
         trained = label != IGNORE
         if not pieces or pieces[-1][0] != trained:
             pieces.append((trained, []))

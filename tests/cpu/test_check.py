@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 
 import pytest
 
@@ -55,6 +56,15 @@ def test_check_says_what_would_be_trained_and_writes_nothing(config, capsys):
     assert "evaluated on 6 held-out rows behind steps 6, 12" in many
     assert "--max-lora-rank 64" in text
     assert not (config.parent / "runs").exists()
+
+
+def test_the_first_token_of_a_text_which_nothing_predicts_is_not_marked(config, capsys):
+    (config.parent / "text.jsonl").write_text(json.dumps({"text": "one two three"}))
+    assert main(["check", str(config), "--set", "adapters.few.dataset=text.jsonl"]) == 0
+    few = capsys.readouterr().out.split("\nfew\n")[1]
+    tokens, trained = (int(x) for x in re.search(r"sample 1: (\d+) tokens, (\d+) of them trained", few).groups())
+    assert trained == tokens - 1
+    assert re.search(r"\| [^\[]+\[\[.*three", few)
 
 
 def test_check_names_the_fault_of_every_adapter(config, capsys):

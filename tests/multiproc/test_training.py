@@ -103,7 +103,7 @@ def test_replicas_give_the_bits_of_one(config, alone, tmp_path, stages, replicas
 def test_processes_that_do_not_make_stages_times_replicas_are_refused(config, tmp_path):
     finished = train(config, tmp_path / "run", "--nproc", "3", stages=2)
     assert finished.returncode == 2
-    assert "2 stages × 1 replicas need 2 processes, but there are 3" in finished.stderr.strip().splitlines()[-1]
+    assert "stages 2 × replicas 1 need 2 processes, but there are 3" in finished.stderr.strip().splitlines()[-1]
 
 
 def test_a_users_mistake_is_the_last_line_and_ends_all(config, tmp_path):
