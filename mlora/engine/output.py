@@ -32,8 +32,6 @@ def check_output(config: RunConfig, overwrite: bool, resume: bool = False) -> No
         check_inputs(config)
     if not folder.exists():
         return
-    if not folder.is_dir():
-        raise UserError(f"output_dir: {folder} is a file; give a folder")
     ours = (*_OURS, *map(_previous, _REPLACED))
     here = sorted(folder.iterdir())
     foreign = [path for path in here if (path.name not in ours and path.suffix != ".partial") or path.is_symlink()]
@@ -50,10 +48,12 @@ def check_output(config: RunConfig, overwrite: bool, resume: bool = False) -> No
 
 
 def check_free(folder: Path) -> None:
-    """Raises UserError where another run has the folder, or where it cannot be made or written."""
+    """Raises UserError where another run has the folder, or where it is none, cannot be made or written."""
     if is_live(folder):
         raise UserError(f"output_dir: {folder} is in use by another run; give another folder, or mlora add to join it")
     there = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+    if not there.is_dir():
+        raise UserError(f"output_dir: {there} is a file; give a folder")
     if not os.access(there, os.W_OK | os.X_OK):
         raise UserError(f"output_dir: {folder} cannot be written: {there} is read-only; give another folder")
 
