@@ -163,8 +163,8 @@ def _spread(rows: int) -> list[int]:
 
 
 def _marked(data: TokenData, index: int, tokenizer: PreTrainedTokenizerFast) -> str:
-    """A row's text, special tokens and all; each unbroken run of trained tokens in [[ ]]. None predicts the first one."""
-    ids, labels = (part.tolist() for part in data.sample(index))
+    """A row's text, special tokens and all; each unbroken run of trained tokens in [[ ]]."""
+    ids, labels = (part.tolist() for part in data.sample(index))  # nothing predicts the first one
     pieces: list[tuple[bool, list[int]]] = []
     for token, label in zip(ids, [IGNORE, *labels[1:]], strict=True):
         trained = label != IGNORE
