@@ -97,7 +97,7 @@ def _parse_line(text: str, path: Path, line: int) -> object:
     try:
         return json.loads(text)
     except json.JSONDecodeError as error:
-        hint = "each line must hold one whole JSON object"
+        hint = 'each line must hold one whole JSON object; plain text goes into lines of {"text": "…"}'
         raise UserError(f"{path}:{line}:{error.pos + 1}: not valid JSON: {error.msg}; {hint}") from None
     except (ValueError, RecursionError) as error:  # numbers of thousands of digits, thousands of nested brackets
         raise UserError(f"{path}:{line}: cannot be parsed: {error}") from None

@@ -24,8 +24,6 @@ from mlora.pipeline.transport.distributed import distributed_control, distribute
 from mlora.pipeline.transport.liveness import Liveness
 from mlora.pipeline.transport.local import local_controls, local_transports
 
-_ECHO_S = 3.0  # within which a launcher passes a signal on
-
 
 class Lead(Protocol):
     """What the first rank does, as stage 0. ``job`` is what the other ranks must know, ``run`` gives what all return.
@@ -58,9 +56,8 @@ def run_stages(lead: Callable[[int], Lead], follow: Follow, on_step: OnStep | No
     if world is not None and world.size > 1:
         return _run_in_processes(world, lead, follow, on_step)
     requests = Requests()
-    echo_s = _ECHO_S if is_launched() else 0.0
     leader = lead(1)
-    with StopSignals(lambda number: requests.ask(stop(number)), echo_s):
+    with StopSignals(lambda number: requests.ask(stop(number)), is_launched()):
         return _run_in_threads(leader, follow, requests)
 
 
@@ -93,9 +90,7 @@ def _run_in_processes(world: World, lead: Callable[[int], Lead], follow: Follow,
     requests = Requests()
     with (
         Liveness(store, world.rank, world.size) as watch,
-        StopSignals(
-            lambda number: _ask_all(requests, watch, stop(number)), _ECHO_S, watch.has_failed, watch.leave_word
-        ),
+        StopSignals(lambda number: _ask_all(requests, watch, stop(number)), True, watch.has_failed, watch.leave_word),
     ):
         watch.on_asked(requests.ask)
         control = distributed_control(store, world.rank, world.size)

@@ -13,6 +13,7 @@ from types import TracebackType
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _OURS_TO_TAKE = (signal.SIG_DFL, signal.default_int_handler)
+_ECHO_S = 3.0  # within which a signal is passed on
 _LIMIT_S = 20.0  # torchrun kills 30 s after its signal
 
 
@@ -24,8 +25,9 @@ class StopSignals:
 
     Args:
         ask: called, in that thread, with the number of the first signal.
-        echo_s: what comes so soon behind the first is the same wish: Slurm signals torchrun and the ranks, and torchrun
-            passes it on to the ranks.
+        launched: whether somebody passes signals on. What comes within 3 s of the first is then the same wish: Slurm
+            signals torchrun and the ranks, and torchrun passes it on to the ranks. Without, a second Ctrl-C is a second
+            wish at any time, but not a second SIGTERM: ``timeout`` sends two, to its child and to the group.
         hopeless: whether nothing is left to be saved, since another rank has failed; then the process ends at once.
         farewell: called with a reason before the process ends without having stopped.
     """
@@ -33,11 +35,11 @@ class StopSignals:
     def __init__(
         self,
         ask: Callable[[int], None],
-        echo_s: float = 0.0,
+        launched: bool,
         hopeless: Callable[[], bool] = lambda: False,
         farewell: Callable[[str], None] = lambda reason: None,
     ) -> None:
-        self._ask, self._echo_s, self._hopeless, self._farewell = ask, echo_s, hopeless, farewell
+        self._ask, self._launched, self._hopeless, self._farewell = ask, launched, hopeless, farewell
         self._left = threading.Event()
         self._before: dict[signal.Signals, signal._HANDLER] = {}
 
@@ -71,7 +73,7 @@ class StopSignals:
             number = data[0]
             if number not in self._before:
                 continue
-            if first is not None and time.monotonic() - first > self._echo_s:
+            if first is not None and not self._is_echo(number, time.monotonic() - first):
                 _end(number, "a second signal")
             if self._hopeless():
                 self._farewell(f"ended by {signal.Signals(number).name}; what its launcher shows on that host says why")
@@ -82,6 +84,9 @@ class StopSignals:
             self._ask(number)
             threading.Thread(target=self._limit, args=(number,), name="limit", daemon=True).start()
         os.close(self._reading)
+
+    def _is_echo(self, number: int, after_s: float) -> bool:
+        return after_s <= _ECHO_S and (self._launched or number != signal.SIGINT)
 
     def _limit(self, number: int) -> None:
         if not self._left.wait(_LIMIT_S):

@@ -183,17 +183,8 @@ def test_a_caller_in_python_gets_an_interrupt(tmp_path, tree):
     assert versions(tmp_path / "run/checkpoints/a")
 
 
-ECHO = """
-from mlora.engine import ranks
-class Launched(ranks.StopSignals):
-    def __init__(self, ask, _echo_s):
-        super().__init__(ask, echo_s=600)
-ranks.StopSignals = Launched
-"""
-
-
-def test_what_a_launcher_passes_on_is_not_a_second_signal(tmp_path, tree):
-    process = started(write(tree, tmp_path / "run"), ECHO)
+def test_what_is_passed_on_is_not_a_second_signal(tmp_path, tree):
+    process = started(write(tree, tmp_path / "run"))
     wait_for(process, "a  step 20/")
     for _ in range(3):
         process.send_signal(signal.SIGTERM)
