@@ -15,10 +15,10 @@ from mlora.engine.adapter_run import AdapterRun
 from mlora.engine.device import choose_device, choose_dtype
 from mlora.engine.evaluation import is_due
 from mlora.engine.memory import MemoryModel
-from mlora.engine.output import check_inputs
+from mlora.engine.output import check_free, check_inputs
 from mlora.engine.prepare import prepare_adapter
-from mlora.models.quantised import choose_quantization
-from mlora.models.spec import ModelSpec, linear_shapes, load_spec
+from mlora.models.quantised import check_quantization, choose_quantization
+from mlora.models.spec import ModelSpec, Quantization, linear_shapes, load_spec
 from mlora.models.tokenizer import load_tokenizer
 from mlora.models.weights import Checkpoint, resolve_base_model
 from mlora.types import IGNORE, UserError
@@ -42,9 +42,10 @@ def check(config: RunConfig) -> Check:
     check_inputs(config)
     folder = resolve_base_model(config.base_model)
     spec = load_spec(folder)
-    print(f"weights    {_weights(config, spec, Checkpoint(folder, spec))}", flush=True)
+    quantization = choose_quantization(config, spec, Checkpoint(folder, spec))
+    print(f"weights    {_weights(config, spec, quantization)}", flush=True)
     tokenizer = load_tokenizer(folder, spec.vocab_size)
-    for warning in tokenizer_warnings(tokenizer):
+    for warning in (*_missing_here(config, quantization), *tokenizer_warnings(tokenizer)):
         print(f"warning: {warning}", flush=True)
     texts, errors = {}, []
     for index, adapter in enumerate(config.adapters):
@@ -55,9 +56,18 @@ def check(config: RunConfig) -> Check:
     return Check(adapters=texts, errors=tuple(errors))
 
 
-def _weights(config: RunConfig, spec: ModelSpec, checkpoint: Checkpoint) -> str:
+def _missing_here(config: RunConfig, quantization: Quantization | None) -> Iterator[str]:
+    """What would keep a run from starting on this machine, where it may run on another."""
+    device = choose_device(config.device)
+    try:
+        check_free(config.output_dir)
+        check_quantization(quantization, choose_dtype(config.dtype, device), device)
+    except UserError as error:
+        yield f"a run would not start here: {error}"
+
+
+def _weights(config: RunConfig, spec: ModelSpec, quantization: Quantization | None) -> str:
     """What the frozen model takes on one device, with how its linears are kept. Needs no bitsandbytes."""
-    quantization = choose_quantization(config, spec, checkpoint)
     dtype = choose_dtype(config.dtype, choose_device(config.device))
     model = MemoryModel(
         spec=spec, dtype=dtype, layers=(spec.num_layers,), in_flight=(1,), adapters=(), quantization=quantization

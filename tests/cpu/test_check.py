@@ -58,6 +58,12 @@ def test_check_says_what_would_be_trained_and_writes_nothing(config, capsys):
     assert not (config.parent / "runs").exists()
 
 
+def test_what_is_missing_here_is_a_warning(config, capsys):
+    (config.parent / "taken").write_text("")
+    assert main(["check", str(config), "--set", f"output_dir={config.parent / 'taken'}"]) == 0
+    assert "warning: a run would not start here: output_dir: " in capsys.readouterr().out
+
+
 def test_the_first_token_of_a_text_which_nothing_predicts_is_not_marked(config, capsys):
     (config.parent / "text.jsonl").write_text(json.dumps({"text": "one two three"}))
     assert main(["check", str(config), "--set", "adapters.few.dataset=text.jsonl"]) == 0
