@@ -18,14 +18,18 @@ def folder(tmp_path_factory):
 
 
 def _run(folder, name, capsys, **keys):
-    """The results and the ranked table's rows."""
+    """The results and the ranked table's lines."""
     grid = {"r": [2, 4], "learning_rate": [1e-3, 2e-2]}
     keys |= {"dataset": str(folder / "rows.jsonl"), "max_steps": 6, "warmup_steps": 0, "lr_scheduler_type": "constant"}
     adapters = [{"name": "g", **keys, "grid": grid}, {"name": "other", **keys, "seed": 5}]
     results = run(folder / name, folder / "model", adapters)
-    table = capsys.readouterr().out.split("\nrank ")
-    assert len(table) == 2, "one grid, one table"
-    return results, [line.split() for line in table[1].splitlines()]
+    return results, _table(capsys.readouterr().out)
+
+
+def _table(out):
+    _, *tables = out.split("\nrank ")
+    assert len(tables) == 1, "one grid, one table"
+    return [line.split() for line in tables[0].split("report: ")[0].splitlines()]
 
 
 def test_without_evaluation_the_last_loss_ranks(folder, capsys):
@@ -53,6 +57,6 @@ def test_one_that_came_to_nothing_is_last(folder, capsys):
     keys = {"dataset": str(folder / "rows.jsonl"), "max_steps": 6, "warmup_steps": 0, "max_nonfinite_steps": 1}
     adapters = [{"name": "g", **keys, "weight_decay": 1e9, "grid": {"learning_rate": [1e9, 1e-30]}}]
     run(folder / "failed", folder / "model", adapters)
-    rows = capsys.readouterr().out.split("\nrank ")[1].splitlines()[1:]
-    assert [row.split()[1] for row in rows] == ["g-lr1e-30", "g-lr1e9"]
-    assert rows[1].split()[-1] == "-"
+    rows = _table(capsys.readouterr().out)[1:]
+    assert [row[1] for row in rows] == ["g-lr1e-30", "g-lr1e9"]
+    assert rows[1][-1] == "-"
