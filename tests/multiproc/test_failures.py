@@ -229,8 +229,8 @@ def test_a_host_with_another_model_is_named(endless, tmp_path):
     other = save_tiny(tmp_path / "other", "llama3.2", num_hidden_layers=4, rms_norm_eps=1e-3)
     code = f"""
         import pathlib
-        import mlora.engine.ranks
-        mlora.engine.ranks.resolve_base_model = lambda _: pathlib.Path({str(other)!r})
+        import mlora.engine.worker
+        mlora.engine.worker.resolve_base_model = lambda _: pathlib.Path({str(other)!r})
     """
     environment = injected(tmp_path / "py", code, rank=1)
     with started(endless, tmp_path / "run", "--nproc", "2", environment=environment) as run:
