@@ -19,6 +19,9 @@ $(VENV)/ready: setup.py constraints-cpu.txt
 demo: $(VENV)/ready ## train three adapters at once on SmolLM2-135M-Instruct and show what they learnt
 	$(BIN)/python examples/demo.py
 
+# one thread each: the models of the tests are tiny, and two threads on a busy machine wait for each other
+test test-all: export OMP_NUM_THREADS = 1
+
 test: lint ## everything that runs in minutes
 	$(BIN)/python -m pytest tests/pure tests/cpu tests/kernels tests/multiproc tests/e2e -m "not slow"
 
