@@ -158,6 +158,12 @@ def test_steps_are_not_cut_without_need():
     assert set(widths(Planner(100_000, (1,)), 1, samples=12)) == {1}
 
 
+def test_equal_steps_share_the_positions_evenly():
+    """7 in one and 1 in the next would leave a stage idle for most of every second position."""
+    positions = stream(Planner(100_000, in_flight(2)), [plans(a, [[64]] * 9) for a in range(8)])
+    assert [len(p.microbatch.segments) for p in positions[:16] if p.microbatch] == [4] * 16
+
+
 def test_a_cut_never_goes_over_the_cap():
     assert set(widths(Planner(150, in_flight(2), floor=1024), 2, samples=4)) == {4}
 
