@@ -24,8 +24,10 @@ TRAINED = {  # of the first row, but for end tokens
     ],
     "sharegpt": ["Clean the rim and turn the pads in a little at the front."],
     "prompt_completion": [" 40"],
-    # nothing predicts the first token, which here is the letter A
-    "text": [json.loads((FORMS.parent / "data/forms/text.jsonl").read_text().splitlines()[0])["text"].removeprefix("A")],
+    "text": [
+        # nothing predicts the first token, which here is the letter A
+        json.loads((FORMS.parent / "data/forms/text.jsonl").read_text().splitlines()[0])["text"].removeprefix("A")
+    ],
     "question_answer": ["Yes, from nine to one."],
 }
 
