@@ -74,7 +74,10 @@ def _short_names(runs: Sequence[Path]) -> list[str]:
 
 def _read_run(run: Path, name: str) -> list[Curve]:
     status = read_status(run)
-    curves = {adapter: _curve(run, name, adapter, entry) for adapter, entry in status["adapters"].items()}
+    curves = {
+        adapter: Curve(run=name, adapter=adapter, state=entry["state"], keys=_keys(run / CHECKPOINTS / adapter))
+        for adapter, entry in status["adapters"].items()
+    }
     try:
         lines = (run / METRICS).read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError as error:
@@ -95,11 +98,6 @@ def _read_run(run: Path, name: str) -> list[Curve]:
             curve.rates.append(rate)
             curve.speeds.append(speed)
     return [replace(curve, tokens=tokens[curve.adapter]) for curve in curves.values()]
-
-
-def _curve(run: Path, name: str, adapter: str, entry: Mapping[str, Any]) -> Curve:
-    """What the run's status says of the adapter."""
-    return Curve(run=name, adapter=adapter, state=entry["state"], keys=_keys(run / CHECKPOINTS / adapter))
 
 
 def _keys(checkpoints: Path) -> dict[str, Any]:

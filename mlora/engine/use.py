@@ -14,7 +14,7 @@ from mlora.engine.device import choose_device, choose_dtype
 from mlora.engine.layout import first_layers, layer_counts
 from mlora.engine.trained import BARE_SLOT, BASE, Trained, base_of, find_trained, kept_by_all, load_stage
 from mlora.engine.worker import Job, check_model, model_digest
-from mlora.models.spec import load_spec
+from mlora.models.spec import Quantization, load_spec
 from mlora.pipeline.schedule import in_flight
 from mlora.pipeline.stage import Stage
 from mlora.pipeline.transport.base import Transport
@@ -22,9 +22,13 @@ from mlora.pipeline.transport.base import Transport
 
 @dataclass(frozen=True, kw_only=True)
 class Use(Job):
-    """What every stage must know: ``names`` are those of the slots that are asked; adapter i sits in slot i + 1."""
+    """What every stage must know: ``names`` are those of the slots that are asked; adapter i sits in slot i + 1.
+
+    ``quantization``: how the base's linears were kept while the adapters were trained.
+    """
 
     adapters: tuple[Trained, ...]
+    quantization: Quantization | None
     names: Mapping[int, str]
 
     @property
@@ -33,12 +37,12 @@ class Use(Job):
         return Path(self.config.base_model)
 
     def open_stage(self, device: torch.device, transport: Transport | None) -> Stage:
-        """This stage's layers, kept as while the adapters were trained, with all of them."""
+        """This stage's layers with all adapters."""
         index = transport.stage if transport else 0
         if index:
             check_model(self)
         layers = range(*self.first_layers[index : index + 2])
-        return load_stage(self.folder, self.adapters, self.dtype, device, layers, kept_by_all(self.adapters))
+        return load_stage(self.folder, self.adapters, self.dtype, device, layers, self.quantization)
 
 
 @dataclass(frozen=True)
@@ -78,5 +82,6 @@ class Models:
             dtype=choose_dtype(self.dtype, device),
             model_digest=model_digest(folder),
             adapters=tuple(adapters),
+            quantization=kept_by_all(adapters),
             names=names if names and not self.with_base else {BARE_SLOT: BASE} | names,
         )

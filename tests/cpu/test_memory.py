@@ -6,67 +6,40 @@ import pytest
 import torch
 from transformers import LlamaConfig
 
+from benchmarks.throughput import SHAPES
 from mlora import parse_config
 from mlora.adapters.targets import match_targets
 from mlora.engine.memory import CAPS, USED, MemoryModel, fitted, rows_of
 from mlora.models.spec import load_spec
 
 GIB = 2**30
-SHAPES = {
-    "8b": {
-        "vocab_size": 128256,
-        "hidden_size": 4096,
-        "intermediate_size": 14336,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-    },
-    "1b": {
-        "vocab_size": 128256,
-        "hidden_size": 2048,
-        "intermediate_size": 8192,
-        "num_hidden_layers": 16,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "tie_word_embeddings": True,
-    },
-    "smollm2": {
-        "vocab_size": 49152,
-        "hidden_size": 576,
-        "intermediate_size": 1536,
-        "num_hidden_layers": 30,
-        "num_attention_heads": 9,
-        "num_key_value_heads": 3,
-        "tie_word_embeddings": True,
-    },
-}
 # shape, adapters of r=16 on all linears, rows, peak in GiB, in bf16 on one H200 (benchmarks/RESULTS.md)
 FITTED = (
-    ("8b", 8, 8192, 44.46),
-    ("8b", 0, 8192, 38.8),
-    ("8b", 8, 4096, 32.5),
-    ("8b", 32, 8192, 61.3),
-    ("8b", 1, 1024, 18.7),
+    ("llama-8b", 8, 8192, 44.46),
+    ("llama-8b", 0, 8192, 38.8),
+    ("llama-8b", 8, 4096, 32.5),
+    ("llama-8b", 32, 8192, 61.3),
+    ("llama-8b", 1, 1024, 18.7),
 )
 OTHERS = (
-    ("8b", 4, 8192, 41.6),
-    ("8b", 1, 16384, 63.4),
-    ("1b", 8, 8192, 10.6),
-    ("1b", 4, 16384, 16.5),
-    ("1b", 2, 8192, 9.4),
+    ("llama-8b", 4, 8192, 41.6),
+    ("llama-8b", 1, 16384, 63.4),
+    ("llama-1b", 8, 8192, 10.6),
+    ("llama-1b", 4, 16384, 16.5),
+    ("llama-1b", 2, 8192, 9.4),
     ("smollm2", 8, 8192, 3.8),
     ("smollm2", 16, 32768, 12.8),
 )
 
 
 def _spec(folder, shape):
-    LlamaConfig(max_position_embeddings=131072, **SHAPES[shape]).save_pretrained(folder)
+    LlamaConfig(**SHAPES[shape]).save_pretrained(folder)
     return load_spec(folder)
 
 
 @pytest.fixture(scope="module")
 def spec(tmp_path_factory):
-    return _spec(tmp_path_factory.mktemp("llama8b"), "8b")
+    return _spec(tmp_path_factory.mktemp("llama8b"), "llama-8b")
 
 
 def _model(spec, adapters, layers=None, in_flight=(1,), **changes):
