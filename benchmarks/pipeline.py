@@ -62,6 +62,7 @@ from throughput import (
     R,
     RandomCheckpoint,
     Result,
+    allocated,
     device_name,
     measure,
     table,
@@ -486,6 +487,7 @@ class Sharded(Peer):
             fully_shard(layer)
         fully_shard(self._model)
         fill(self._model, body, config, device)
+        self.weights = allocated(device)
         self._parameters = trainable(self._model)
         self._optimizer = torch.optim.AdamW(self._parameters, lr=RATE, fused=True)
         self._autocast = nullcontext  # type: ignore[assignment]
@@ -521,6 +523,7 @@ class OneFOneB:
         own = range(*layers[self._rank : self._rank + 2])
         self._slice = Slice(model.get_base_model(), own, spec.num_layers)
         fill(self._slice, self._slice, config, device)
+        self.weights = allocated(device)
         self._parameters = trainable(self._slice)
         self._optimizer = torch.optim.AdamW(self._parameters, lr=RATE, fused=True)
 
@@ -544,6 +547,9 @@ class OneFOneB:
         torch.nn.utils.clip_grads_with_norm_(self._parameters, MAX_NORM, squares.sqrt())
         self._optimizer.step()
         self._optimizer.zero_grad()
+
+    def predicted(self, case: Case) -> None:
+        return None
 
 
 def _loss(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:

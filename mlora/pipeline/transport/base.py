@@ -45,10 +45,7 @@ class Pending(Protocol):
         """What the sender noted, waiting for the message on the host. Raises TransportError."""
 
     def wait(self) -> tuple[Tensor, ...]:
-        """The message's tensors on the stage's device, owned by the caller.
-
-        On a GPU the current stream waits, not the host. Raises TransportError.
-        """
+        """The message's tensors when they are there, on the stage's device, owned by the caller. Raises TransportError."""
 
 
 class Link(Protocol):
