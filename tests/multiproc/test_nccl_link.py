@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from types import SimpleNamespace
 
@@ -12,11 +14,14 @@ import torch.distributed as dist
 from transport_suite import NAMES, run_check
 
 from mlora.pipeline.transport import distributed
+from mlora.pipeline.transport.base import Direction, Spec
 
-DEADLINE_S = 60
+DEADLINE_S = 30
 
 
 class GlooAsNccl:
+    left = 0  # messages, those of connecting too
+
     def __init__(self, store, side, size, options):
         self._group = dist.ProcessGroupGloo(store, side, size, options._timeout)
 
@@ -25,6 +30,7 @@ class GlooAsNccl:
         return SimpleNamespace(config=SimpleNamespace())
 
     def send(self, *message):
+        GlooAsNccl.left += 1
         return Work(self._group.send(*message))
 
     def recv(self, *message):
@@ -84,3 +90,21 @@ def test_conformance(stages, names):
     for thread in threads:
         thread.join(DEADLINE_S)
     assert sorted(passed) == sorted((rank, name) for rank in range(stages) for name in names)
+
+
+def test_a_message_leaves_when_it_is_called_for():
+    store = dist.HashStore()
+    with ThreadPoolExecutor(2) as pool:
+        first, last = pool.map(lambda r: distributed.distributed_transport(store, range(2), r, "cpu", "nccl"), range(2))
+    left = [GlooAsNccl.left]
+    pending = last.receive(Direction.FORWARD, [Spec((3,), torch.float32)])
+    first.send(Direction.FORWARD, [torch.ones(3)], note="sent")
+    assert pending.note == "sent"
+    time.sleep(0.1)
+    left.append(GlooAsNccl.left)
+    (received,) = pending.wait()
+    left.append(GlooAsNccl.left)
+    first.close()
+    last.close()
+    assert received.tolist() == [1, 1, 1]
+    assert left == [left[0], left[0], left[0] + 1]
