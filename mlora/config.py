@@ -85,6 +85,14 @@ class DatasetConfig:
         """What the rows are called in a log: the file's name or the hub id."""
         return self.path.name if self.path else str(self.hub)
 
+    def plain(self) -> dict[str, Any]:
+        """All keys as plain data, with whole paths: whoever reads them may have another working folder."""
+        tree = dataclasses.asdict(self) | {"columns": dict(self.columns)}
+        tree["path"] = str(self.path.resolve()) if self.path else None
+        if self.chat_template not in (None, "none"):
+            tree["chat_template"] = str(Path(self.chat_template).resolve())
+        return tree
+
     def __post_init__(self) -> None:
         if (self.path is None) == (self.hub is None):
             raise UserError("dataset: give either path, a file, or hub, a data set's id")
@@ -146,10 +154,9 @@ class AdapterConfig:
     def plain(self) -> dict[str, Any]:
         """All keys as plain data, as they may stand in a configuration file."""
         tree = dataclasses.asdict(self)
-        sources = tree["dataset"] if isinstance(self.dataset, tuple) else [tree["dataset"]]
-        for source in (*sources, tree["eval_dataset"]):
-            if source is not None:
-                source["path"] = str(source["path"]) if source["path"] else None
+        sources = [source.plain() for source in self.sources]
+        tree["dataset"] = sources if isinstance(self.dataset, tuple) else sources[0]
+        tree["eval_dataset"] = self.eval_dataset.plain() if self.eval_dataset else None
         tree["init_from"] = None if self.init_from is None else str(self.init_from)
         return {key: list(value) if isinstance(value, tuple) else value for key, value in tree.items()}
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from mlora.config import AdapterConfig, DatasetConfig, load_adapters, parse_config
+from mlora.config import AdapterConfig, load_adapters, parse_config
 from mlora.engine.adapter_run import OVER, AdapterRun
 from mlora.engine.output import ADDED, INBOX, is_live
 from mlora.engine.requests import end
@@ -75,23 +75,7 @@ def added_adapters(output_dir: Path) -> list[AdapterConfig]:
 def changed_keys(adapter: AdapterConfig) -> dict[str, Any]:
     """An adapter's keys that are not the defaults, as they may stand in a configuration file."""
     defaults = {field.name: field.default for field in dataclasses.fields(AdapterConfig)}
-    tree = {key: value for key, value in adapter.plain().items() if getattr(adapter, key) != defaults[key]}
-    sources = [_absolute(source) for source in adapter.sources]
-    tree["dataset"] = sources if isinstance(adapter.dataset, tuple) else sources[0]
-    if adapter.eval_dataset is not None:
-        tree["eval_dataset"] = _absolute(adapter.eval_dataset)
-    return tree
-
-
-def _absolute(source: DatasetConfig) -> dict[str, Any]:
-    """A data set's keys that are not the defaults, with whole paths: the run may have another working folder."""
-    tree = {f.name: getattr(source, f.name) for f in dataclasses.fields(source) if f.name != "columns"}
-    tree = {key: value for key, value in tree.items() if value != getattr(DatasetConfig, key)}
-    if source.path:
-        tree["path"] = str(source.path.resolve())
-    if source.chat_template not in (None, "none"):
-        tree["chat_template"] = str(Path(source.chat_template).resolve())
-    return tree | {"columns": dict(source.columns)}
+    return {key: value for key, value in adapter.plain().items() if getattr(adapter, key) != defaults[key]}
 
 
 class Inbox:
