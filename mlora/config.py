@@ -44,6 +44,7 @@ _REFUSED: dict[str, tuple[tuple[object, ...], str]] = {
     "peft_type": (("LORA", None), "only LoRA adapters are trained"),
 }
 GRID = {"r": "r", "learning_rate": "lr", "lora_alpha": "alpha"}  # what a grid is over, and how a name tells it
+_DATA_SUFFIXES = (".jsonl", ".csv", ".tsv", ".parquet", ".arrow")  # of files that hold rows and never a configuration
 REFUSED_KEYS = frozenset(_REFUSED)
 # Keys of transformers and Axolotl for what has another name here.
 _ELSEWHERE = {
@@ -321,6 +322,9 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
 
 
 def _tree(path: Path) -> dict[str, Any]:
+    init = f"mlora init {path} writes a configuration for it"
+    if path.suffix.lower() in _DATA_SUFFIXES:
+        raise UserError(f"{path}: is a file of data and not a configuration; {init}")
     try:
         tree = _yaml(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -328,7 +332,8 @@ def _tree(path: Path) -> dict[str, Any]:
     except ValueError as error:
         raise UserError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from None
     if not isinstance(tree, dict):
-        raise UserError(f"{path}: expected keys such as base_model and adapters, found {_kind(tree)}")
+        data = f"; if these are data: {init}" if isinstance(tree, list) else ""
+        raise UserError(f"{path}: expected keys such as base_model and adapters, found {_kind(tree)}{data}")
     return tree
 
 

@@ -364,7 +364,7 @@ def test_a_mistake_in_an_override_is_named(file, override, message):
     [
         ("a: [", "run.yaml: not valid YAML"),
         ("", "run.yaml: expected keys such as base_model and adapters, found nothing"),
-        ("- a", "found a list"),
+        ("- a", "found a list; if these are data: mlora init .*run.yaml writes a configuration for it"),
         (b"\xff\xfe\xfa", "run.yaml: not valid YAML"),
     ],
 )
@@ -373,6 +373,13 @@ def test_a_damaged_file_is_named(file, text, message):
     with pytest.raises(UserError, match=message) as caught:
         load_config(file)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "csv", "parquet"])
+def test_a_file_of_data_is_called_one(tmp_path, suffix):
+    file = tmp_path / f"rows.{suffix}"
+    with pytest.raises(UserError, match=f"is a file of data and not a configuration; mlora init {file} writes"):
+        load_config(file)
 
 
 def test_a_missing_file_is_named(tmp_path):
