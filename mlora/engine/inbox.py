@@ -6,6 +6,7 @@ import dataclasses
 import fcntl
 import json
 import os
+import shutil
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -70,6 +71,18 @@ def leave_stop(output_dir: Path, name: str) -> None:
 def added_adapters(output_dir: Path) -> list[AdapterConfig]:
     """The adapters that were added to the run in ``output_dir`` while it ran."""
     return [_read(path) for path in sorted((output_dir / ADDED).glob("*.json"))]
+
+
+def carry_added(source: Path, output_dir: Path) -> None:
+    """What was added to the run in ``source`` belongs to the one in ``output_dir`` too, which goes on from it.
+
+    Raises UserError where the disk does not take it.
+    """
+    try:
+        for path in (source / ADDED).glob("*.json"):
+            shutil.copyfile(path, output_dir / ADDED / path.name)
+    except OSError as error:
+        raise UserError(f"output_dir: {output_dir / ADDED} cannot be written: {error.strerror}") from None
 
 
 def changed_keys(adapter: AdapterConfig) -> dict[str, Any]:
