@@ -714,17 +714,17 @@ def _override(tree: dict[str, Any], override: str) -> None:
     """Apply ``a.b=c``. The value is YAML; ``adapters.NAME`` finds the adapter of that name."""
     path, equals, text = override.partition("=")
     if not equals or not path:
-        raise UserError(f"--set {override}: expected KEY=VALUE, such as defaults.learning_rate=1e-4")
+        raise UserError(f"override {override}: expected KEY=VALUE, such as defaults.learning_rate=1e-4")
     node: Any = tree
     key = path
     while "." in key:
         node, key = _descend(node, key, override)
     if not isinstance(node, dict):
-        raise UserError(f"--set {override}: {path.removesuffix('.' + key)} is not a block")
+        raise UserError(f"override {override}: {path.removesuffix('.' + key)} is not a block")
     try:
         node[key] = _yaml(text)
     except ValueError:
-        raise UserError(f"--set {override}: the value is not valid YAML") from None
+        raise UserError(f"override {override}: the value is not valid YAML") from None
 
 
 def _descend(node: Any, path: str, override: str) -> tuple[Any, str]:
@@ -737,10 +737,10 @@ def _descend(node: Any, path: str, override: str) -> tuple[Any, str]:
         place, _, below = path.partition(".")
         if place.isdigit() and int(place) < len(node) and isinstance(node[int(place)], dict):
             return node[int(place)], below
-        raise UserError(f"--set {override}: there is no adapter of that name, and no block of that number")
+        raise UserError(f"override {override}: there is no adapter of that name, and no block of that number")
     key, _, rest = path.partition(".")
     if not isinstance(node, dict):
-        raise UserError(f"--set {override}: {key} is not inside a block")
+        raise UserError(f"override {override}: {key} is not inside a block")
     if isinstance(node.get(key), str) and key == "dataset":
         node[key] = {"path": node[key]}
     if node.get(key) is None:

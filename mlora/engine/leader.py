@@ -143,7 +143,10 @@ class Leader:
                 with Inbox(config.output_dir, self._adapters, self._prepare, requests.add, ask):
                     self._walk(worker, windows, others, world, recorder, exporter)
                 for adapter in requests.arrived():
-                    print(f"{adapter.config.name}: was added too late; --resume auto goes on with it", flush=True)
+                    print(
+                        f"{adapter.config.name}: was added too late; --resume auto (resume='auto') goes on with it",
+                        flush=True,
+                    )
                 exporter.finish()
         except BaseException:
             exporter.abandon(wait=stages is None)

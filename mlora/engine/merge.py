@@ -82,7 +82,7 @@ class _Source:
         weight = weight.to(dtype)
         if not bool(weight.isfinite().all()):
             name_of = str(dtype).removeprefix("torch.")
-            raise UserError(f"{name}: not finite in {name_of} once merged; give --dtype float32 or bfloat16")
+            raise UserError(f"{name}: not finite in {name_of} once merged; choose dtype float32 or bfloat16")
         return weight
 
     def embedding(self) -> torch.Tensor:
@@ -177,15 +177,15 @@ def _linears(
     """What dequantises the base's linears as in training, and how they were kept; None where they were as they are."""
     if checkpoint.stored is not None and not dequantised:
         raise UserError(
-            f"{folder}: its weights are stored quantised; give --base the model that they were made from, or "
-            "--dequantised to merge into what they stand for"
+            f"{folder}: its weights are stored quantised; give --base (base=…) the model that they were made "
+            "from, or --dequantised (dequantised=True) to merge into what they stand for"
         )
     kept, dtype = adapter.kept or (None, torch.float32)
     quantization = checkpoint.stored or kept
     if quantization is None:
         if dequantised:
             raise UserError(
-                f"--dequantised: neither {folder} nor the files of {adapter.folder} say that its base was quantised; "
+                f"dequantised: neither {folder} nor the files of {adapter.folder} say that its base was quantised; "
                 "leave it out"
             )
         return None, None

@@ -122,7 +122,7 @@ def test_what_cannot_be_merged_is_told_and_leaves_nothing(trained, tmp_path, cap
     weights = {key: x * 3e4 for key, x in load_file(adapter / "adapter_model.safetensors").items()}
     save_file(weights, tmp_path / "huge" / "adapter_model.safetensors")
     assert cli.main(["merge", str(tmp_path / "huge"), str(tmp_path / "m"), "--dtype", "float16"]) == 2
-    assert "not finite in float16 once merged; give --dtype" in capsys.readouterr().err
+    assert "not finite in float16 once merged; choose dtype" in capsys.readouterr().err
     assert sorted(path.name for path in tmp_path.iterdir()) == ["huge", "other", "taken"]
 
 

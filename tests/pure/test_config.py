@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import ast
 import dataclasses
 import re
 import subprocess
@@ -344,13 +345,13 @@ def test_the_last_override_counts(file):
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("r", "--set r: expected KEY=VALUE"),
-        ("=3", "--set =3: expected KEY=VALUE"),
-        ("adapters.none.r=8", "--set adapters.none.r=8: there is no adapter of that name"),
-        ("adapters.sql=8", "--set adapters.sql=8: adapters is not a block"),
-        ("base_model.x.y=8", "--set base_model.x.y=8: x is not inside a block"),
-        ("base_model.x=8", "--set base_model.x=8: base_model is not a block"),
-        ("defaults.r=[1", "--set defaults.r=[1: the value is not valid YAML"),
+        ("r", "override r: expected KEY=VALUE"),
+        ("=3", "override =3: expected KEY=VALUE"),
+        ("adapters.none.r=8", "override adapters.none.r=8: there is no adapter of that name"),
+        ("adapters.sql=8", "override adapters.sql=8: adapters is not a block"),
+        ("base_model.x.y=8", "override base_model.x.y=8: x is not inside a block"),
+        ("base_model.x=8", "override base_model.x=8: base_model is not a block"),
+        ("defaults.r=[1", "override defaults.r=[1: the value is not valid YAML"),
         ("defaults.rank=1", "defaults.rank: unknown key"),
     ],
 )
@@ -436,6 +437,32 @@ def test_adding_a_flag_is_a_decision():
         "report": "-h --help run_dir --output",
         "env": "-h --help",
     }
+
+
+OF_COMMANDS_ALONE = ("cli.py", "engine/inbox.py", "engine/starter.py")
+
+
+def _named_options(path):
+    """Each option in the texts of a module that is not a docstring, with what stands behind it."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    docs = {ast.get_docstring(n, clean=False) for n in ast.walk(tree) if isinstance(n, ast.Module | ast.FunctionDef)}
+    texts = (node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str))
+    for text in texts:
+        if text not in docs:
+            yield from re.findall(r"(?<!\S)--(overwrite|resume|allow|base|dtype|dequ|set|max-n)([\w-]*)(.*)", text)
+
+
+def test_a_message_that_python_sees_names_the_argument_too():
+    named = [
+        option
+        for path in (ROOT / "mlora").rglob("*.py")
+        if path.relative_to(ROOT / "mlora").as_posix() not in OF_COMMANDS_ALONE
+        for option in _named_options(path)
+    ]
+    assert len(named) > 5
+    for begin, end, behind in named:
+        argument = f"{begin}{end}".replace("-", "_")
+        assert re.match(rf"( \w+)? \({argument}=", behind), f"--{begin}{end}{behind}"
 
 
 def test_the_table_of_keys_has_every_one_with_its_default():
