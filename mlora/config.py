@@ -44,7 +44,7 @@ _REFUSED: dict[str, tuple[tuple[object, ...], str]] = {
     "peft_type": (("LORA", None), "only LoRA adapters are trained"),
 }
 GRID = {"r": "r", "learning_rate": "lr", "lora_alpha": "alpha"}  # what a grid is over, and how a name tells it
-_DATA_SUFFIXES = (".jsonl", ".csv", ".tsv", ".parquet", ".arrow")  # of files that hold rows and never a configuration
+ROW_SUFFIXES = (".jsonl", ".csv", ".tsv", ".parquet", ".arrow")  # of files that hold rows and never a configuration
 REFUSED_KEYS = frozenset(_REFUSED)
 # Keys of transformers and Axolotl for what has another name here.
 _ELSEWHERE = {
@@ -323,7 +323,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
 
 def _tree(path: Path) -> dict[str, Any]:
     init = f"mlora init {path} writes a configuration for it"
-    if path.suffix.lower() in _DATA_SUFFIXES:
+    if path.suffix.lower() in ROW_SUFFIXES:
         raise UserError(f"{path}: is a file of data and not a configuration; {init}")
     try:
         tree = _yaml(path.read_text(encoding="utf-8"))
@@ -393,6 +393,11 @@ def parse_config(tree: Mapping[str, Any], base: str | Path = ".") -> RunConfig:
         if key in defaults:
             raise UserError(f"defaults.{key}: every adapter has its own {key}")
     entries = tree.pop("adapters", None)
+    if entries is None:
+        raise UserError(
+            "adapters: missing; write a block for each adapter, such as adapters: [{name: mine, dataset: data.jsonl}], "
+            "with its keys there or under defaults; mlora init writes such a file"
+        )
     if not isinstance(entries, list):
         raise UserError(f"adapters: expected a list of adapters, found {_kind(entries)}")
     entries = [made for entry in entries for made in _grid(entry, defaults)]

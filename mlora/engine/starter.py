@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from mlora.config import load_config
-from mlora.data import read_rows
+from mlora.data import FileSource
 from mlora.tasks.formats import FORMATS, guess_format
 from mlora.types import UserError
 
@@ -67,7 +67,7 @@ def write_starter(files: Sequence[Path], config: Path, base_model: str) -> list[
 
 
 def _block(file: Path, name: str, config: Path) -> str:
-    row = next(iter(read_rows(file)))
+    row = next(FileSource(path=file).rows())
     form = guess_format(row, {})
     label = next(label for label, candidate in FORMATS.items() if candidate is form)
     columns = [*form.required, *(name for name in form.optional if name in row.value)]

@@ -155,4 +155,6 @@ def test_init_of_a_file_of_no_known_format_says_what_there_is(tmp_path, capsys):
     (tmp_path / "odd.jsonl").write_text('{"foo": 1}\n')
     assert main(["init", str(tmp_path / "odd.jsonl"), "--output", str(tmp_path / "run.yaml")]) == 2
     assert "odd.jsonl:1: the format cannot be guessed from the columns foo" in capsys.readouterr().err
+    assert main(["init", "org/name", "--output", str(tmp_path / "run.yaml")]) == 2
+    assert "a data set on the hub is written hub: org/name" in capsys.readouterr().err
     assert not (tmp_path / "run.yaml").exists()

@@ -159,6 +159,7 @@ def test_a_mistake_in_an_adapter_is_named(keys, message):
 TOP_BAD = {
     "unknown key": ({"microbatch_token": 1}, "microbatch_token: unknown key; did you mean 'microbatch_tokens'?"),
     "no adapters": ({"adapters": []}, "adapters: the list is empty"),
+    "adapters missing": ({"adapters": None}, "adapters: missing; write a block for each adapter, such as"),
     "adapters a block": ({"adapters": {"name": "a"}}, "adapters: expected a list of adapters, found a block"),
     "an adapter as text": ({"adapters": ["a"]}, "adapters[0]: expected a block with name and dataset, found text"),
     "cap 0": ({"microbatch_tokens": 0}, "microbatch_tokens: 0 is not a positive number"),
@@ -408,6 +409,13 @@ def test_adding_a_key_is_a_decision():
         "adam_beta2 adam_epsilon seed max_length logging_steps max_nonfinite_steps eval_dataset val_size eval_steps "
         "load_best_model_at_end early_stopping_patience early_stopping_threshold"
     )
+
+
+def test_a_key_given_as_an_option_is_told_where_it_goes(capsys):
+    for words, told in ((["train", "run.yaml", "--r", "8"], True), (["status", "run", "--r", "8"], False)):
+        with pytest.raises(SystemExit):
+            cli.main(words)
+        assert ("a key of the file is changed with --set" in capsys.readouterr().err) is told
 
 
 def test_adding_a_flag_is_a_decision():
