@@ -44,6 +44,7 @@ _REFUSED: dict[str, tuple[tuple[object, ...], str]] = {
     "peft_type": (("LORA", None), "only LoRA adapters are trained"),
 }
 GRID = {"r": "r", "learning_rate": "lr", "lora_alpha": "alpha"}  # what a grid is over, and how a name tells it
+ROW_SUFFIXES = (".jsonl", ".csv", ".tsv", ".parquet", ".arrow")  # of files that hold rows and never a configuration
 REFUSED_KEYS = frozenset(_REFUSED)
 # Keys of transformers and Axolotl for what has another name here.
 _ELSEWHERE = {
@@ -84,6 +85,14 @@ class DatasetConfig:
     def label(self) -> str:
         """What the rows are called in a log: the file's name or the hub id."""
         return self.path.name if self.path else str(self.hub)
+
+    def plain(self) -> dict[str, Any]:
+        """All keys as plain data, with whole paths: whoever reads them may have another working folder."""
+        tree = dataclasses.asdict(self) | {"columns": dict(self.columns)}
+        tree["path"] = str(self.path.resolve()) if self.path else None
+        if self.chat_template not in (None, "none"):
+            tree["chat_template"] = str(Path(self.chat_template).resolve())
+        return tree
 
     def __post_init__(self) -> None:
         if (self.path is None) == (self.hub is None):
@@ -146,10 +155,9 @@ class AdapterConfig:
     def plain(self) -> dict[str, Any]:
         """All keys as plain data, as they may stand in a configuration file."""
         tree = dataclasses.asdict(self)
-        sources = tree["dataset"] if isinstance(self.dataset, tuple) else [tree["dataset"]]
-        for source in (*sources, tree["eval_dataset"]):
-            if source is not None:
-                source["path"] = str(source["path"]) if source["path"] else None
+        sources = [source.plain() for source in self.sources]
+        tree["dataset"] = sources if isinstance(self.dataset, tuple) else sources[0]
+        tree["eval_dataset"] = self.eval_dataset.plain() if self.eval_dataset else None
         tree["init_from"] = None if self.init_from is None else str(self.init_from)
         return {key: list(value) if isinstance(value, tuple) else value for key, value in tree.items()}
 
@@ -314,6 +322,9 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
 
 
 def _tree(path: Path) -> dict[str, Any]:
+    init = f"mlora init {path} writes a configuration for it"
+    if path.suffix.lower() in ROW_SUFFIXES:
+        raise UserError(f"{path}: is a file of data and not a configuration; {init}")
     try:
         tree = _yaml(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -321,7 +332,8 @@ def _tree(path: Path) -> dict[str, Any]:
     except ValueError as error:
         raise UserError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from None
     if not isinstance(tree, dict):
-        raise UserError(f"{path}: expected keys such as base_model and adapters, found {_kind(tree)}")
+        data = f"; if these are data: {init}" if isinstance(tree, list) else ""
+        raise UserError(f"{path}: expected keys such as base_model and adapters, found {_kind(tree)}{data}")
     return tree
 
 
@@ -381,6 +393,11 @@ def parse_config(tree: Mapping[str, Any], base: str | Path = ".") -> RunConfig:
         if key in defaults:
             raise UserError(f"defaults.{key}: every adapter has its own {key}")
     entries = tree.pop("adapters", None)
+    if entries is None:
+        raise UserError(
+            "adapters: missing; write a block for each adapter, such as adapters: [{name: mine, dataset: data.jsonl}], "
+            "with its keys there or under defaults; mlora init writes such a file"
+        )
     if not isinstance(entries, list):
         raise UserError(f"adapters: expected a list of adapters, found {_kind(entries)}")
     entries = [made for entry in entries for made in _grid(entry, defaults)]
@@ -702,17 +719,17 @@ def _override(tree: dict[str, Any], override: str) -> None:
     """Apply ``a.b=c``. The value is YAML; ``adapters.NAME`` finds the adapter of that name."""
     path, equals, text = override.partition("=")
     if not equals or not path:
-        raise UserError(f"--set {override}: expected KEY=VALUE, such as defaults.learning_rate=1e-4")
+        raise UserError(f"override {override}: expected KEY=VALUE, such as defaults.learning_rate=1e-4")
     node: Any = tree
     key = path
     while "." in key:
         node, key = _descend(node, key, override)
     if not isinstance(node, dict):
-        raise UserError(f"--set {override}: {path.removesuffix('.' + key)} is not a block")
+        raise UserError(f"override {override}: {path.removesuffix('.' + key)} is not a block")
     try:
         node[key] = _yaml(text)
     except ValueError:
-        raise UserError(f"--set {override}: the value is not valid YAML") from None
+        raise UserError(f"override {override}: the value is not valid YAML") from None
 
 
 def _descend(node: Any, path: str, override: str) -> tuple[Any, str]:
@@ -725,10 +742,10 @@ def _descend(node: Any, path: str, override: str) -> tuple[Any, str]:
         place, _, below = path.partition(".")
         if place.isdigit() and int(place) < len(node) and isinstance(node[int(place)], dict):
             return node[int(place)], below
-        raise UserError(f"--set {override}: there is no adapter of that name, and no block of that number")
+        raise UserError(f"override {override}: there is no adapter of that name, and no block of that number")
     key, _, rest = path.partition(".")
     if not isinstance(node, dict):
-        raise UserError(f"--set {override}: {key} is not inside a block")
+        raise UserError(f"override {override}: {key} is not inside a block")
     if isinstance(node.get(key), str) and key == "dataset":
         node[key] = {"path": node[key]}
     if node.get(key) is None:

@@ -25,11 +25,13 @@ _NAMED = 30  # curves that can be told apart, by ten colours and three styles
 @dataclass(frozen=True, kw_only=True)
 class Curve:
     """What a run has logged of an adapter. ``steps`` and the lists behind it are of its logging steps, ``eval_losses``
-    behind ``eval_steps``; ``keys`` its configuration, empty where the run has no checkpoint of it."""
+    behind ``eval_steps``; ``step`` is the last one of all, ``keys`` its configuration, empty where the run has no
+    checkpoint of it."""
 
     run: str
     adapter: str
     state: str
+    step: int
     keys: Mapping[str, Any]
     steps: list[int] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
@@ -75,7 +77,13 @@ def _short_names(runs: Sequence[Path]) -> list[str]:
 def _read_run(run: Path, name: str) -> list[Curve]:
     status = read_status(run)
     curves = {
-        adapter: Curve(run=name, adapter=adapter, state=entry["state"], keys=_keys(run / CHECKPOINTS / adapter))
+        adapter: Curve(
+            run=name,
+            adapter=adapter,
+            state=entry["state"],
+            step=entry["step"] or 0,  # none of what could not begin
+            keys=_keys(run / CHECKPOINTS / adapter),
+        )
         for adapter, entry in status["adapters"].items()
     }
     try:
@@ -138,10 +146,9 @@ def comparison_table(curves: Sequence[Curve]) -> str:
 def _row(curve: Curve) -> str:
     first, last = (f"{curve.losses[i]:.4f}" if curve.losses else "-" for i in (0, -1))
     best = f"{curve.best[0]:.4f} @{curve.best[1]}" if curve.best else "-"
-    step = curve.steps[-1] if curve.steps else 0
     speed = sum(curve.speeds) / len(curve.speeds) if curve.speeds else 0.0
     return (
-        f"{curve.state:<11}  {step:>6}  {first:>10}  {last:>9}  {best:>15}  {curve.tokens:>10,}  {speed:>8.1f}"
+        f"{curve.state:<11}  {curve.step:>6}  {first:>10}  {last:>9}  {best:>15}  {curve.tokens:>10,}  {speed:>8.1f}"
     ).rstrip()
 
 

@@ -80,15 +80,19 @@ def base_of(adapters: Sequence[Trained], named: str | None) -> Path:
     wanted = {adapter.base_model: adapter for adapter in adapters}
     if "" in wanted:
         file = adapter_files(wanted[""].folder)[0]
-        raise UserError(f"{file}: base_model_name_or_path is missing; write the base model there, or give --base")
+        raise UserError(
+            f"{file}: base_model_name_or_path is missing; write the base model there, or give --base (base=…)"
+        )
     if len(wanted) > 1:
         first, second = list(wanted.values())[:2]
         raise UserError(
             f"{first.name} is made for {first.base_model}, but {second.name} for {second.base_model}; use them one by "
-            "one, or give --base"
+            "one, or give --base (base=…)"
         )
     if not wanted:
-        raise UserError("no adapter and no base model: give the folder of an adapter or of a run, or --base MODEL")
+        raise UserError(
+            "no adapter and no base model: give the folder of an adapter or of a run, or --base MODEL (base=…)"
+        )
     return resolve_base_model(next(iter(wanted)))
 
 

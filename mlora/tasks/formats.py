@@ -329,7 +329,13 @@ def guess_format(row: Row, columns: Mapping[str, str]) -> Format:
         raise row.error(None, "the row is empty, so the format cannot be guessed; delete the line, or give format")
     seen = _names(row.value) + (f" (and the setting columns names {_names(columns)})" if columns else "")
     forms = "; ".join(f"{name}: {', '.join(form.required)}" for name, form in FORMATS.items())
-    raise row.error(None, f"the format cannot be guessed from the columns {seen}; give columns or format ({forms})")
+    names = ("prompt", "completion") if len(row.value) > 1 else ("text",)
+    example = ", ".join(f"{ours}: {theirs}" for ours, theirs in zip(names, row.value, strict=False))
+    raise row.error(
+        None,
+        f"the format cannot be guessed from the columns {seen}; give columns or format inside dataset, such as "
+        f"columns: {{{example}}} ({forms})",
+    )
 
 
 def named_format(name: str, columns: Mapping[str, str]) -> Format:

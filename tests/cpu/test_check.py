@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import re
+from pathlib import Path
 
 import pytest
 
@@ -138,8 +140,21 @@ def test_init_writes_a_file_that_loads_and_overwrites_none(tmp_path, model, caps
     assert main(["check", str(output)]) == 0
 
 
+def test_init_names_the_columns_that_are_read_and_paths_as_they_count(tmp_path, model, monkeypatch):
+    row = {"output": "42", "input": "6 * 7", "instruction": "Compute.", "id": 1}
+    (tmp_path / "sums.json").write_text(json.dumps([row]))
+    monkeypatch.chdir(tmp_path)
+    files = ["sums.json", "--base-model", os.path.relpath(model), "--output", "deep/run.yaml"]
+    assert main(["init", *files]) == 0
+    assert "# alpaca: instruction, output, input\n" in Path("deep/run.yaml").read_text()
+    config = load_config("deep/run.yaml")
+    assert config.base_model == str(model.resolve()) and config.adapters[0].dataset.path.exists()
+
+
 def test_init_of_a_file_of_no_known_format_says_what_there_is(tmp_path, capsys):
     (tmp_path / "odd.jsonl").write_text('{"foo": 1}\n')
     assert main(["init", str(tmp_path / "odd.jsonl"), "--output", str(tmp_path / "run.yaml")]) == 2
     assert "odd.jsonl:1: the format cannot be guessed from the columns foo" in capsys.readouterr().err
+    assert main(["init", "org/name", "--output", str(tmp_path / "run.yaml")]) == 2
+    assert "a data set on the hub is written hub: org/name" in capsys.readouterr().err
     assert not (tmp_path / "run.yaml").exists()

@@ -46,6 +46,26 @@ def test_the_table_is_ranked_and_names_what_differs(runs, capsys):
     assert f"  r: {', '.join(ranks)}" in lines and not any(line.startswith("  seed") for line in lines)
 
 
+def test_the_same_file_by_another_path_is_no_difference(tmp_path, monkeypatch, capsys):
+    model = save_tiny(tmp_path / "model", "llama2")
+    rows = write_rows(tmp_path / "rows.jsonl", 12, seed=1)
+    monkeypatch.chdir(tmp_path)
+    for name, dataset in (("one", str(rows)), ("two", "rows.jsonl")):
+        run(tmp_path / name, model, [{"name": "a", "dataset": dataset, "max_steps": 2, "warmup_steps": 0}])
+    assert cli.main(["compare", "one", "two"]) == 0
+    assert "differs" not in capsys.readouterr().out
+
+
+def test_the_last_step_is_shown_where_it_was_not_logged(tmp_path, capsys):
+    model = save_tiny(tmp_path / "model", "llama2")
+    keys = {"dataset": str(write_rows(tmp_path / "rows.jsonl", 12, seed=1)), "warmup_steps": 0}
+    adapter = {"name": "a", **keys, "max_steps": 9, "logging_steps": 2}
+    run(tmp_path / "one", model, [adapter], lambda report: "end" if report.step == 3 else None)
+    capsys.readouterr()
+    assert cli.main(["compare", str(tmp_path / "one")]) == 0
+    assert capsys.readouterr().out.splitlines()[1].split()[:3] == ["one/a", "ended", "3"]
+
+
 def test_the_picture_is_a_png_of_the_curves(runs, tmp_path, capsys):
     file = tmp_path / "losses.png"
     assert cli.main(["compare", str(runs[0] / "one"), "--picture", str(file)]) == 0

@@ -147,7 +147,9 @@ def test_another_place_and_mistakes(trained, tmp_path, capsys):
     assert cli.main(["report", str(run_dir), "--output", str(tmp_path / "page.html")]) == 0
     assert (tmp_path / "page.png").exists() and (run_dir / "report.html").stat().st_mtime_ns == before
     assert cli.main(["report", str(tmp_path)]) == 2
-    assert "holds no run" in capsys.readouterr().err
+    assert "holds no run: status.json cannot be read: No such file or directory; give a run's folder" in (
+        capsys.readouterr().err
+    )
     assert cli.main(["report", str(run_dir), "--output", "/proc/page.html"]) == 2
     assert "mlora: /proc/page.png: cannot be written" in capsys.readouterr().err
 

@@ -207,6 +207,7 @@ def test_an_empty_row_is_called_empty():
 def test_a_format_that_cannot_be_guessed_lists_what_was_seen():
     text = fault({"ID": 0, "input": "a", "output": "b"})
     assert "rows.jsonl:7: the format cannot be guessed from the columns ID, input, output" in text
+    assert "give columns or format inside dataset, such as columns: {prompt: ID, completion: input} (" in text
     assert "prompt_completion: prompt, completion" in text
     assert "setting columns names prompt" in fault({"a": "b"}, columns={"prompt": "a"})
 

@@ -207,7 +207,8 @@ def test_a_mistake_in_the_sources_is_named(dataset, expected):
 def test_plain_data_of_a_mixture_can_be_read_again():
     dataset = [{"path": "x.csv", "weight": 2, "columns": {"text": "t"}}, {"hub": "o/n", "split": "test", "weight": 1}]
     (adapter,) = read(dataset=dataset)[0].adapters
-    assert read(dataset=adapter.plain()["dataset"])[0].adapters == (adapter,)
+    (again,) = read(dataset=adapter.plain()["dataset"])[0].adapters
+    assert again.plain() == adapter.plain() and again.sources[0].path.is_absolute()
     assert [source.weight for source in adapter.sources] == [2, 1]
 
 
