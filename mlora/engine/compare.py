@@ -7,16 +7,18 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import MISSING, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
 from mlora.checkpoint.versions import read_manifest, versions
+from mlora.config import DatasetConfig
 from mlora.engine.output import CHECKPOINTS, METRICS
 from mlora.engine.status import read_status
 from mlora.types import UserError
 
 _UNTOLD = ("name",)  # keys of an adapter that differ always
+_NO_DATA = {key.name: {} if key.default is MISSING else key.default for key in fields(DatasetConfig)}
 _INCH, _DPI = (9.0, 8.0), 120
 _FAR = 50  # times the lowest loss: a highest one so far away would flatten all curves
 _NAMED = 30  # curves that can be told apart, by ten colours and three styles
@@ -104,16 +106,21 @@ def _keys(checkpoints: Path) -> dict[str, Any]:
     """The adapter's keys, from its newest checkpoint with a sound manifest."""
     for folder in reversed(versions(checkpoints)):
         with suppress(UserError):
-            return _flat(read_manifest(folder).config)
+            config = read_manifest(folder).config
+            return {key: value for block in config for key, value in _flat(block, config[block]).items()}
     return {}
 
 
-def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for key, value in tree.items():
-        inner = _flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {}
-        found |= inner or {f"{prefix}{key}": value}
-    return found
+def _flat(key: str, value: Any) -> dict[str, Any]:
+    """A key with its value; a data set's keys by themselves, as in ``dataset.path``, of several with all values."""
+    if key not in ("dataset", "eval_dataset"):
+        return {key: value}
+    blocks = value if isinstance(value, list) else [value or {}]
+    return {f"{key}.{name}": _one_or_all([block.get(name, no) for block in blocks]) for name, no in _NO_DATA.items()}
+
+
+def _one_or_all(values: Sequence[Any]) -> Any:
+    return values[0] if all(value == values[0] for value in values) else list(values)
 
 
 def comparison_table(curves: Sequence[Curve]) -> str:
@@ -146,9 +153,9 @@ def _row(curve: Curve) -> str:
 
 
 def differences(curves: Sequence[Curve]) -> dict[str, list[str]]:
-    """The configuration's keys in which the adapters differ, with each one's value; "?" where it is not known."""
+    """The configuration's keys in which the adapters differ, with each one's value; "?" where none is known."""
     keys = dict.fromkeys(key for curve in curves for key in curve.keys if key not in _UNTOLD)
-    found = {key: [str(curve.keys[key]) if key in curve.keys else "?" for curve in curves] for key in keys}
+    found = {key: [str(curve.keys.get(key)) if curve.keys else "?" for curve in curves] for key in keys}
     return {key: values for key, values in found.items() if len(set(values) - {"?"}) > 1}
 
 
