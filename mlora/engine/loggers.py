@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from mlora.config import AdapterConfig
-from mlora.engine.output import LOGGED, TENSORBOARD
+from mlora.engine.output import LOGGED, TENSORBOARD, write_whole
 from mlora.types import UserError
 
 _CLOSE_S = 15.0  # that a run waits at its end for what is not sent yet; less than a signal leaves it
@@ -232,7 +232,7 @@ class _Ids:
         with self._lock:
             tree = self._read()
             tree.setdefault(self._logger, {})[adapter] = name
-            self._path.write_text(json.dumps(tree, indent=1), encoding="utf-8")
+            write_whole(self._path, json.dumps(tree, indent=1).encode())
 
     def _read(self) -> dict[str, dict[str, str]]:
         with suppress(OSError, ValueError):

@@ -24,7 +24,7 @@ from mlora.config import RunConfig
 from mlora.data import TokenData
 from mlora.engine.adapter_run import OVER, AdapterRun
 from mlora.engine.compare import Curve, differences, draw, read_curves
-from mlora.engine.output import ADAPTERS, CURVES, FACTS, PICTURE, REPORT
+from mlora.engine.output import ADAPTERS, CURVES, FACTS, PICTURE, REPORT, write_whole
 from mlora.engine.status import read_status
 from mlora.types import UserError
 
@@ -87,13 +87,11 @@ def write_report(run: Path, file: Path | None = None) -> Path:
 
 
 def _write(file: Path, data: bytes) -> Path:
-    """All of it or nothing: a browser may be looking."""
-    partial = file.with_name(f".{file.name}.partial")
     try:
-        partial.write_bytes(data)
-        return partial.rename(file)
+        write_whole(file, data)
     except OSError as error:
         raise UserError(f"{file}: cannot be written: {error.strerror}") from None
+    return file
 
 
 def _page(run: Path, status: Mapping[str, Any], curves: Sequence[Curve], picture: bytes) -> str:

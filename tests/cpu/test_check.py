@@ -13,7 +13,7 @@ from mlora.config import AdapterConfig, RunConfig, load_config
 from mlora.engine.check import tokenizer_warnings
 from mlora.engine.schema import config_schema
 from tests.cpu.data_helpers import make_tokenizer
-from tests.cpu.runs import write_rows
+from tests.cpu.runs import files_up_to, write_rows
 from tests.cpu.tiny import save_tiny, tiny_tokenizer
 
 
@@ -143,3 +143,12 @@ def test_init_of_a_file_of_no_known_format_says_what_there_is(tmp_path, capsys):
     assert main(["init", str(tmp_path / "odd.jsonl"), "--output", str(tmp_path / "run.yaml")]) == 2
     assert "odd.jsonl:1: the format cannot be guessed from the columns foo" in capsys.readouterr().err
     assert not (tmp_path / "run.yaml").exists()
+
+
+def test_init_on_a_full_disk_leaves_nothing_that_a_second_one_would_find(tmp_path, capsys):
+    rows = write_rows(tmp_path / "rows.jsonl", 4, 1)
+    command = ["init", str(rows), "--output", str(tmp_path / "run.yaml")]
+    with files_up_to(100):
+        assert main(command) == 2
+    assert "run.yaml: cannot be written" in capsys.readouterr().err
+    assert main(command) == 0

@@ -20,7 +20,7 @@ from mlora import cli, parse_config
 from mlora.engine import leader
 from mlora.engine.output import take_output
 from mlora.engine.report import write_report
-from tests.cpu.runs import run, write_rows
+from tests.cpu.runs import files_up_to, run, write_rows
 from tests.cpu.tiny import save_tiny
 
 CHROMIUM = shutil.which("chromium")
@@ -150,6 +150,12 @@ def test_another_place_and_mistakes(trained, tmp_path, capsys):
     assert "holds no run" in capsys.readouterr().err
     assert cli.main(["report", str(run_dir), "--output", "/proc/page.html"]) == 2
     assert "mlora: /proc/page.png: cannot be written" in capsys.readouterr().err
+
+
+def test_a_disk_that_takes_a_part_is_left_without_it(trained, tmp_path, capsys):
+    with files_up_to(10_000):
+        assert cli.main(["report", str(trained[0]), "--output", str(tmp_path / "page.html")]) == 2
+    assert "page.png: cannot be written" in capsys.readouterr().err and not [*tmp_path.iterdir()]
 
 
 def test_a_report_that_cannot_be_made_costs_nothing_else(trained, tmp_path, monkeypatch, capsys):
