@@ -48,13 +48,16 @@ class Curve:
     @property
     def best(self) -> tuple[float, int] | None:
         """The lowest logged loss and its step."""
-        finite = [pair for pair in zip(self.losses, self.steps, strict=True) if math.isfinite(pair[0])]
-        return min(finite, default=None)
+        return _lowest(self.losses, self.steps)
 
     @property
-    def eval_loss(self) -> float | None:
-        """The lowest of its evaluations."""
-        return min((loss for loss in self.eval_losses if math.isfinite(loss)), default=None)
+    def best_eval(self) -> tuple[float, int] | None:
+        """The lowest loss of its evaluations and the step that it is behind."""
+        return _lowest(self.eval_losses, self.eval_steps)
+
+
+def _lowest(losses: Sequence[float], steps: Sequence[int]) -> tuple[float, int] | None:
+    return min((pair for pair in zip(losses, steps, strict=True) if math.isfinite(pair[0])), default=None)
 
 
 def read_curves(runs: Sequence[str | Path]) -> list[Curve]:
@@ -127,16 +130,16 @@ def comparison_table(curves: Sequence[Curve]) -> str:
     """A line for each adapter, lowest loss first: of the best evaluation if all have one, else of the last step; then
     what is configured differently."""
     order = sorted(curves, key=lambda curve: (not curve.losses or math.isnan(curve.losses[-1]), curve.losses[-1:]))
-    evaluated = any(curve.eval_loss is not None for curve in curves)
-    if all(curve.eval_loss is not None for curve in curves):
-        order.sort(key=lambda curve: curve.eval_loss or 0.0)
+    evaluated = any(curve.best_eval for curve in curves)
+    if all(curve.best_eval for curve in curves):
+        order.sort(key=lambda curve: curve.best_eval or (0.0, 0))
     width = max(len("run/adapter"), *(len(curve.name) for curve in curves))
     titles = (
         f"{'state':<11}  {'step':>6}  {'first loss':>10}  {'last loss':>9}  {'best loss':>15}  {'tokens':>10}  tokens/s"
     )
     lines = [f"{'run/adapter':<{width}}  {'eval loss  ' * evaluated}{titles}"]
     for curve in order:
-        loss = "-" if curve.eval_loss is None else f"{curve.eval_loss:.4f}"
+        loss = f"{curve.best_eval[0]:.4f}" if curve.best_eval else "-"
         lines.append(f"{curve.name:<{width}}  {f'{loss:>9}  ' * evaluated}{_row(curve)}")
     differing = [f"  {key}: {', '.join(values)}" for key, values in differences(order).items()]
     return "\n".join([*lines, *(["differs, in the same order:", *differing] if differing else [])])

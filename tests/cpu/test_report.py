@@ -84,7 +84,8 @@ def test_what_stands_in_it_is_the_runs(trained):
     assert found["state"] == "ended" and found["step"] == "6/6"
     assert (found["first loss"], found["last loss"]) == (f"{reports[0].loss:.4f}", f"{reports[-1].loss:.4f}")
     assert found["best loss"] == f"{best.loss:.4f} @{best.step}"
-    assert found["held-out loss"] == f"{results.adapters['good'].evaluations[-1].loss:.4f}"
+    held_out = min(results.adapters["good"].evaluations, key=lambda evaluation: evaluation.loss)
+    assert found["best held-out"] == f"{held_out.loss:.4f} @{held_out.step}"
     assert found["tokens"] == f"{reports[-1].num_tokens:,}" and good[-1] == "exported to adapters/good"
     assert bad[1] == "failed" and bad[-1] == results.adapters["bad"].reason
     data = dict(zip(page.tables["Data"][0], page.tables["Data"][1], strict=True))
