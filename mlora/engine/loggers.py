@@ -138,11 +138,16 @@ _MADE: dict[str, Callable[[Path], Logger]] = {  # each under the name of its pac
 
 def check_loggers(names: tuple[str, ...]) -> None:
     """Raises UserError where a package is missing, or W&B has no key."""
+    check_installed(names)
+    if "wandb" in names:
+        _log_in()
+
+
+def check_installed(names: tuple[str, ...]) -> None:
+    """Raises UserError where a package is missing."""
     for name in names:
         if importlib.util.find_spec(name) is None:
             raise UserError(f"report_to: {name} is not installed: pip install 'mlora-engine[{name}]', or leave it out")
-    if "wandb" in names:
-        _log_in()
 
 
 def _log_in() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import json
 import re
 
@@ -80,6 +81,23 @@ def test_check_names_the_fault_of_every_adapter(config, capsys):
     assert len(errors) == 2
     assert "none.jsonl: cannot be read" in errors[0]
     assert "'nothing' matches no module" in errors[1]
+
+
+def test_check_looks_at_all_that_a_run_would_refuse(config, capsys):
+    faults = {
+        "adapters.few.init_from=nowhere": "adapters[few].init_from: ",
+        "pipeline.layers=[2, 2]": "pipeline.layers: [2, 2] must be 2 positive numbers that add up to 3",
+        "pipeline.stages=4": "pipeline.stages: 4 stages for a model of 3 layers",
+    }
+    for fault, message in faults.items():
+        assert main(["check", str(config), "--set", fault]) == 2
+        assert message in capsys.readouterr().err
+
+
+def test_a_logger_that_is_not_installed_here_is_a_warning(config, monkeypatch, capsys):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert main(["check", str(config), "--set", "report_to=wandb"]) == 0
+    assert "warning: a run would not start here: report_to: wandb is not installed" in capsys.readouterr().out
 
 
 def test_a_tokenizer_that_loses_characters_is_named():
