@@ -29,7 +29,7 @@ _CALL_ROLE = "function_call"
 _FLAGS = ("train", "training", "weight")  # ours, Axolotl's, OpenAI's: whether a message is trained
 _PASSED = ("name", "tool_call_id", "reasoning_content")  # texts of a message that a template may print
 _SURROGATE = re.compile("[\ud800-\udfff]")
-_KINDS = {
+_KINDS: dict[type, str] = {
     **{type(None): "null", bool: "true or false", int: "a number", float: "a number"},
     **{str: "text", list: "a list", dict: "an object"},
 }

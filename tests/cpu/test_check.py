@@ -86,6 +86,12 @@ def test_check_names_the_fault_of_every_adapter(config, capsys):
 def test_check_looks_at_all_that_a_run_would_refuse(config, capsys):
     faults = {
         "adapters.few.init_from=nowhere": "adapters[few].init_from: ",
+        "adapters.few.dataset.chat_template=nowhere": "adapters[few].dataset.chat_template: ",
+        "adapters.few.dataset={path: few.jsonl, format: text, columns: {prompt: x}}": "[few].dataset.columns.prompt: ",
+        "adapters.few.eval_dataset={path: few.jsonl, format: text, columns: {prompt: x}}": "[few].eval_dataset.columns",
+        "adapters.few.dataset=[{path: few.jsonl, weight: 1e-6}, {path: many.jsonl, weight: 1e6}]": (
+            "adapters[few].dataset: with these weights an epoch has"
+        ),
         "pipeline.layers=[2, 2]": "pipeline.layers: [2, 2] must be 2 positive numbers that add up to 3",
         "pipeline.stages=4": "pipeline.stages: 4 stages for a model of 3 layers",
     }
