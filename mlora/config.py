@@ -507,7 +507,7 @@ def _source(entry: object, place: str, base: Path) -> DatasetConfig:
 
 def _misplaced() -> dict[str, str]:
     """What may stand in an adapter's block by mistake."""
-    return _elsewhere(AdapterConfig, DatasetConfig, {}) | _elsewhere(AdapterConfig, RunConfig, names.RUN)
+    return _elsewhere(AdapterConfig, DatasetConfig, {}) | _elsewhere(AdapterConfig, RunConfig, names.RUN | names.DTYPES)
 
 
 def _elsewhere(cls: type, other: type, aliases: Mapping[str, str]) -> dict[str, str]:
@@ -627,7 +627,8 @@ def _convert(cls: type, key: str, value: object, place: str) -> Any:
             f"{place}: {value!r} is not one of {', '.join(choices)}" + (f"; did you mean {near[0]!r}?" if near else "")
         )
     raise UserError(
-        f"{place}: expected {' or '.join(_name(option) for option in options)}, found {_kind(value)} {value!r}"
+        f"{place}: expected {' or '.join(_name(option) for option in options)}, found {_kind(value)}"
+        + ("" if value is None else f" {value!r}")
     )
 
 
