@@ -89,6 +89,7 @@ _IDLE: dict[str, str] = {  # keys that ask for what is the case anyway, or for w
     "preprocessing_num_workers": "the tokenizer uses all cores",
     "plot_loss": "the curves are always drawn",
     "compute_accuracy": "an evaluation always has token accuracy",
+    "ds_type": "what a file is shows in its content",
     "save_safetensors": "all that is written is safetensors",
     "dataset_processes": "the tokenizer uses all cores",
     "dataset_prepared_path": "tokens are kept under XDG_CACHE_HOME, keyed by content",

@@ -51,6 +51,9 @@ class Trained:
 
 def read_trained(folder: Path) -> Trained:
     """An adapter in PEFT's form. Raises UserError naming the file that is damaged or asks for what the engine lacks."""
+    if (folder / ADAPTERS).is_dir():
+        found = " or ".join(map(str, _folders(folder)))
+        raise UserError(f"{folder}: is a run's folder, and one adapter is asked for; give {found}")
     fields, matrices = read_adapter(folder)
     base_model = fields.get("base_model_name_or_path")
     return Trained(

@@ -11,7 +11,7 @@ from peft import LoraConfig, PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from mlora import UserError
+from mlora import UserError, cli
 from mlora.config import data_config
 from mlora.engine.evaluate import evaluate
 from mlora.engine.trained import read_trained
@@ -137,3 +137,14 @@ def test_what_pefts_file_asks_for_beyond_plain_lora_is_refused_or_told(first, tm
     (folder / "adapter_config.json").write_text(json.dumps(fields | {"kasa_config": {"beta": 1e-4}}))
     with pytest.raises(UserError, match=r"kasa_config: .* is not supported: KaSA changes the frozen weights"):
         read_trained(folder)
+
+
+def test_a_runs_folder_where_one_adapter_is_asked_for(first, tmp_path, capsys):
+    for command in (["merge", str(first[0] / "run"), str(tmp_path / "x")],
+                    ["export", str(first[0] / "run"), str(tmp_path / "x"), "--portable"]):  # fmt: skip
+        assert cli.main(command) == 2
+        assert f"run: is a run's folder, and one adapter is asked for; give {first[0]}/run/adapters/one" in (
+            capsys.readouterr().err
+        )
+    with pytest.raises(UserError, match=r"adapters\[two\].init_from: .*run: is a run's folder, and one adapter is"):
+        _second(first, tmp_path / "run", init_from=str(first[0] / "run"))
