@@ -40,6 +40,15 @@ _REFUSED: dict[str, tuple[tuple[object, ...], str]] = {
     "lora_bias": ((False, None), "PEFT cannot merge it and vLLM refuses it"),
     "loftq_config": ((None, {}), "LoftQ changes the frozen weights"),
     "alora_invocation_tokens": ((None, []), "an activated LoRA acts on a part of each sequence only"),
+    "velora_config": ((None,), "VeLoRA's backward is another one"),
+    "kasa_config": ((None,), "KaSA changes the frozen weights"),
+    "monteclora_config": ((None,), "MonteCLoRA draws the adapter anew for each step"),
+    "arrow_config": ((None,), "Arrow mixes adapters token by token"),
+    "eva_config": ((None,), "EVA needs a pass over the data before training"),
+    "corda_config": ((None,), "CorDA moves part of the frozen weight into the adapter"),
+    "lora_ga_config": ((None,), "LoRA-GA moves part of the frozen weight into the adapter"),
+    "megatron_config": ((None,), "Megatron's parallel linears are not used here"),
+    "layers_pattern": ((None, [], "layers", ["layers"]), "the layers of Llama-family models are called layers"),
     "task_type": (("CAUSAL_LM", None), "only causal language models are trained"),
     "peft_type": (("LORA", None), "only LoRA adapters are trained"),
 }
@@ -525,7 +534,7 @@ def _source(entry: object, place: str, base: Path) -> DatasetConfig:
 
 def _misplaced() -> dict[str, str]:
     """What may stand in an adapter's block by mistake."""
-    return _elsewhere(AdapterConfig, DatasetConfig, {}) | _elsewhere(AdapterConfig, RunConfig, names.RUN)
+    return _elsewhere(AdapterConfig, DatasetConfig, {}) | _elsewhere(AdapterConfig, RunConfig, names.RUN | names.DTYPES)
 
 
 def _elsewhere(cls: type, other: type, aliases: Mapping[str, str]) -> dict[str, str]:
@@ -645,7 +654,8 @@ def _convert(cls: type, key: str, value: object, place: str) -> Any:
             f"{place}: {value!r} is not one of {', '.join(choices)}" + (f"; did you mean {near[0]!r}?" if near else "")
         )
     raise UserError(
-        f"{place}: expected {' or '.join(_name(option) for option in options)}, found {_kind(value)} {value!r}"
+        f"{place}: expected {' or '.join(_name(option) for option in options)}, found {_kind(value)}"
+        + ("" if value is None else f" {value!r}")
     )
 
 

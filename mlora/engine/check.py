@@ -14,6 +14,9 @@ from mlora.data import TokenData
 from mlora.engine.adapter_run import AdapterRun
 from mlora.engine.device import choose_device, choose_dtype
 from mlora.engine.evaluation import is_due
+from mlora.engine.init_from import load_initial
+from mlora.engine.layout import layer_counts
+from mlora.engine.loggers import check_installed
 from mlora.engine.memory import MemoryModel
 from mlora.engine.output import check_free, check_inputs
 from mlora.engine.prepare import prepare_adapter
@@ -42,6 +45,8 @@ def check(config: RunConfig) -> Check:
     check_inputs(config)
     folder = resolve_base_model(config.base_model)
     spec = load_spec(folder)
+    cut = config.pipeline
+    layer_counts(spec, cut.stages or len(cut.layers or [spec.num_layers]), cut.layers)
     quantization = choose_quantization(config, spec, Checkpoint(folder, spec))
     print(f"weights    {_weights(config, spec, quantization)}", flush=True)
     tokenizer = load_tokenizer(folder, spec.vocab_size)
@@ -50,7 +55,9 @@ def check(config: RunConfig) -> Check:
     texts, errors = {}, []
     for index, adapter in enumerate(config.adapters):
         try:
-            texts[adapter.name] = "\n".join(_lines(prepare_adapter(index, adapter, spec, tokenizer), spec, tokenizer))
+            prepared = prepare_adapter(index, adapter, spec, tokenizer)
+            load_initial(prepared, spec, config.base_model)
+            texts[adapter.name] = "\n".join(_lines(prepared, spec, tokenizer))
         except UserError as error:
             errors.append(str(error))
     return Check(adapters=texts, errors=tuple(errors))
@@ -61,6 +68,7 @@ def _missing_here(config: RunConfig, quantization: Quantization | None) -> Itera
     device = choose_device(config.device)
     try:
         check_free(config.output_dir)
+        check_installed(config.report_to)
         check_quantization(quantization, choose_dtype(config.dtype, device), device)
     except UserError as error:
         yield f"a run would not start here: {error}"

@@ -7,16 +7,18 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import MISSING, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
 from mlora.checkpoint.versions import read_manifest, versions
+from mlora.config import DatasetConfig
 from mlora.engine.output import CHECKPOINTS, METRICS
 from mlora.engine.status import read_status
 from mlora.types import UserError
 
 _UNTOLD = ("name",)  # keys of an adapter that differ always
+_NO_DATA = {key.name: {} if key.default is MISSING else key.default for key in fields(DatasetConfig)}
 _INCH, _DPI = (9.0, 8.0), 120
 _FAR = 50  # times the lowest loss: a highest one so far away would flatten all curves
 _NAMED = 30  # curves that can be told apart, by ten colours and three styles
@@ -48,13 +50,16 @@ class Curve:
     @property
     def best(self) -> tuple[float, int] | None:
         """The lowest logged loss and its step."""
-        finite = [pair for pair in zip(self.losses, self.steps, strict=True) if math.isfinite(pair[0])]
-        return min(finite, default=None)
+        return _lowest(self.losses, self.steps)
 
     @property
-    def eval_loss(self) -> float | None:
-        """The lowest of its evaluations."""
-        return min((loss for loss in self.eval_losses if math.isfinite(loss)), default=None)
+    def best_eval(self) -> tuple[float, int] | None:
+        """The lowest loss of its evaluations and the step that it is behind."""
+        return _lowest(self.eval_losses, self.eval_steps)
+
+
+def _lowest(losses: Sequence[float], steps: Sequence[int]) -> tuple[float, int] | None:
+    return min((pair for pair in zip(losses, steps, strict=True) if math.isfinite(pair[0])), default=None)
 
 
 def read_curves(runs: Sequence[str | Path]) -> list[Curve]:
@@ -112,32 +117,37 @@ def _keys(checkpoints: Path) -> dict[str, Any]:
     """The adapter's keys, from its newest checkpoint with a sound manifest."""
     for folder in reversed(versions(checkpoints)):
         with suppress(UserError):
-            return _flat(read_manifest(folder).config)
+            config = read_manifest(folder).config
+            return {key: value for block in config for key, value in _flat(block, config[block]).items()}
     return {}
 
 
-def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for key, value in tree.items():
-        inner = _flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {}
-        found |= inner or {f"{prefix}{key}": value}
-    return found
+def _flat(key: str, value: Any) -> dict[str, Any]:
+    """A key with its value; a data set's keys by themselves, as in ``dataset.path``, of several with all values."""
+    if key not in ("dataset", "eval_dataset"):
+        return {key: value}
+    blocks = value if isinstance(value, list) else [value or {}]
+    return {f"{key}.{name}": _one_or_all([block.get(name, no) for block in blocks]) for name, no in _NO_DATA.items()}
+
+
+def _one_or_all(values: Sequence[Any]) -> Any:
+    return values[0] if all(value == values[0] for value in values) else list(values)
 
 
 def comparison_table(curves: Sequence[Curve]) -> str:
     """A line for each adapter, lowest loss first: of the best evaluation if all have one, else of the last step; then
     what is configured differently."""
     order = sorted(curves, key=lambda curve: (not curve.losses or math.isnan(curve.losses[-1]), curve.losses[-1:]))
-    evaluated = any(curve.eval_loss is not None for curve in curves)
-    if all(curve.eval_loss is not None for curve in curves):
-        order.sort(key=lambda curve: curve.eval_loss or 0.0)
+    evaluated = any(curve.best_eval for curve in curves)
+    if all(curve.best_eval for curve in curves):
+        order.sort(key=lambda curve: curve.best_eval or (0.0, 0))
     width = max(len("run/adapter"), *(len(curve.name) for curve in curves))
     titles = (
         f"{'state':<11}  {'step':>6}  {'first loss':>10}  {'last loss':>9}  {'best loss':>15}  {'tokens':>10}  tokens/s"
     )
     lines = [f"{'run/adapter':<{width}}  {'eval loss  ' * evaluated}{titles}"]
     for curve in order:
-        loss = "-" if curve.eval_loss is None else f"{curve.eval_loss:.4f}"
+        loss = f"{curve.best_eval[0]:.4f}" if curve.best_eval else "-"
         lines.append(f"{curve.name:<{width}}  {f'{loss:>9}  ' * evaluated}{_row(curve)}")
     differing = [f"  {key}: {', '.join(values)}" for key, values in differences(order).items()]
     return "\n".join([*lines, *(["differs, in the same order:", *differing] if differing else [])])
@@ -153,9 +163,9 @@ def _row(curve: Curve) -> str:
 
 
 def differences(curves: Sequence[Curve]) -> dict[str, list[str]]:
-    """The configuration's keys in which the adapters differ, with each one's value; "?" where it is not known."""
+    """The configuration's keys in which the adapters differ, with each one's value; "?" where none is known."""
     keys = dict.fromkeys(key for curve in curves for key in curve.keys if key not in _UNTOLD)
-    found = {key: [str(curve.keys[key]) if key in curve.keys else "?" for curve in curves] for key in keys}
+    found = {key: [str(curve.keys.get(key)) if curve.keys else "?" for curve in curves] for key in keys}
     return {key: values for key, values in found.items() if len(set(values) - {"?"}) > 1}
 
 

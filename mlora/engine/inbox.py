@@ -16,7 +16,7 @@ from typing import Any
 
 from mlora.config import AdapterConfig, load_adapters, parse_config
 from mlora.engine.adapter_run import OVER, AdapterRun
-from mlora.engine.output import ADDED, INBOX, is_live
+from mlora.engine.output import ADDED, INBOX, is_live, write_whole
 from mlora.engine.requests import end
 from mlora.engine.status import read_status
 from mlora.types import UserError
@@ -184,10 +184,7 @@ def _live_status(output_dir: Path) -> dict[str, Any]:
 
 
 def _leave(path: Path, text: str) -> None:
-    """Under a hidden name first, so that the run never reads half of it."""
-    hidden = path.with_name(f".{path.name}.partial")
     try:
-        hidden.write_text(text, encoding="utf-8")
-        hidden.rename(path)
+        write_whole(path, text.encode())
     except OSError as error:
         raise UserError(f"{path}: cannot be written: {error.strerror}") from None

@@ -35,6 +35,7 @@ from mlora.engine.output import (
     check_output,
     leave_output,
     take_output,
+    write_whole,
 )
 from mlora.engine.prepare import prepare, prepare_adapter
 from mlora.engine.ranking import ranking
@@ -266,8 +267,8 @@ class Leader:
             return  # all adapters had ended before
         begin = [timed for part in parts for timed in part[:_PICTURED]]
         try:
-            (self._config.output_dir / TRACE).write_text(chrome_trace(whole), encoding="utf-8")
-            (self._config.output_dir / PICTURE).write_text(svg(begin, names), encoding="utf-8")
+            write_whole(self._config.output_dir / TRACE, chrome_trace(whole).encode())
+            write_whole(self._config.output_dir / PICTURE, svg(begin, names).encode())
         except OSError as error:
             print(f"the timeline cannot be written: {error.strerror}", flush=True)
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from mlora.config import load_config
 from mlora.data import FileSource
+from mlora.engine.output import write_whole
 from mlora.tasks.formats import FORMATS, guess_format
 from mlora.types import UserError
 
@@ -54,12 +55,11 @@ def write_starter(files: Sequence[Path], config: Path, base_model: str) -> list[
     local = Path(base_model)
     model = _from_folder(local, config) if local.is_dir() and not local.is_absolute() else base_model
     head = _HEAD.format(file=config.name, base_model=_quoted(model), run=config.stem)
+    if os.path.lexists(config):
+        raise UserError(f"{config}: exists already; give another --output")
     try:
         config.parent.mkdir(parents=True, exist_ok=True)
-        with config.open("x", encoding="utf-8") as out:
-            out.write(head + "".join(blocks))
-    except FileExistsError:
-        raise UserError(f"{config}: exists already; give another --output") from None
+        write_whole(config, (head + "".join(blocks)).encode())
     except OSError as error:
         raise UserError(f"{config}: cannot be written: {error.strerror}") from None
     load_config(config)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,8 +21,12 @@ from mlora.models.quantised import check_quantization, from_note
 from mlora.models.spec import ModelSpec, Quantization, linear_shapes, load_spec
 from mlora.models.weights import Checkpoint, resolve_base_model
 from mlora.pipeline.stage import Stage
-from mlora.types import UserError
+from mlora.types import Note, UserError
 
+_INERT = {  # what PEFT's file may say and no result depends on
+    *("auto_mapping", "base_model_name_or_path", "inference_mode", "peft_version", "revision", "runtime_config"),
+    *("ensure_weight_tying", "megatron_core", "qalora_group_size"),
+}
 BASE = "base"  # the name of the base model without an adapter
 BARE_SLOT = 0  # whose rows have the base model alone; adapters have the slots from 1 on
 
@@ -180,9 +185,12 @@ def _folders(place: Path) -> list[Path]:
 
 def _adapter_config(fields: dict[str, object], folder: Path) -> AdapterConfig:
     """PEFT's fields that the engine knows, checked as if they stood in a configuration file; what it does not do is
-    refused."""
+    refused, and a field that it has never heard of told, since it might change what the matrices do."""
     names = {field.name for field in dataclasses.fields(AdapterConfig)} | REFUSED_KEYS
     known = {key: value for key, value in fields.items() if key in names}
+    for key, value in fields.items():
+        if value and key not in names | _INERT:
+            warnings.warn(f"{adapter_files(folder)[0]}: {key} is not known here and is left aside", Note, stacklevel=2)
     name = re.sub(r"[^A-Za-z0-9._-]", "-", folder.resolve().name).lstrip("._-")[:100] or "adapter"
     adapter = {**known, "name": name, "dataset": str(folder)}
     try:

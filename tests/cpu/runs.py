@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import random
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,6 +34,17 @@ def run(folder: Path, model: Path, adapters: list[dict[str, Any]], on_step: Any 
     """Train ``adapters`` together; ``top`` are the run's own keys."""
     config = {"base_model": str(model), "output_dir": str(folder), "adapters": adapters, **top}
     return mlora.train(config, on_step=on_step)
+
+
+@contextmanager
+def files_up_to(size: int) -> Iterator[None]:
+    """A disk on which no file grows beyond ``size`` bytes: a longer one is cut there, with an OSError."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 @dataclass(frozen=True, eq=False)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 
 from mlora import cli
-from mlora.engine.compare import read_curves
+from mlora.engine.compare import differences, read_curves
 from tests.cpu.runs import run, write_rows
 from tests.cpu.tiny import save_tiny
 
@@ -64,6 +65,27 @@ def test_the_last_step_is_shown_where_it_was_not_logged(tmp_path, capsys):
     capsys.readouterr()
     assert cli.main(["compare", str(tmp_path / "one")]) == 0
     assert capsys.readouterr().out.splitlines()[1].split()[:3] == ["one/a", "ended", "3"]
+
+
+def test_what_only_some_adapters_have_is_named(tmp_path, capsys):
+    model, rows = save_tiny(tmp_path / "model", "llama2"), str(write_rows(tmp_path / "rows.jsonl", 12, seed=1))
+    more = str(write_rows(tmp_path / "more.jsonl", 5, seed=2))
+    keys = {"max_steps": 2, "warmup_steps": 0}
+    adapters = [
+        {"name": "plain", "dataset": rows},
+        {"name": "mixed", "dataset": [{"path": rows, "weight": 1}, {"path": more, "weight": 3}]},
+        {"name": "ranks", "dataset": rows, "rank_pattern": {"down_proj": 4}},
+        {"name": "judged", "dataset": [rows], "eval_dataset": {"path": more}},
+    ]
+    run(tmp_path / "one", model, [adapter | keys for adapter in adapters])
+    curves = read_curves([tmp_path / "one"])
+    assert differences(curves) == {
+        "dataset.path": [rows, str([rows, more]), rows, rows],
+        "dataset.weight": ["None", "[1.0, 3.0]", "None", "None"],
+        "rank_pattern": ["{}", "{}", "{'down_proj': 4}", "{}"],
+        "eval_dataset.path": ["None", "None", "None", more],
+    }
+    assert differences([replace(curves[0], keys={}), curves[1]]) == {}
 
 
 def test_the_picture_is_a_png_of_the_curves(runs, tmp_path, capsys):
