@@ -360,7 +360,16 @@ def data_config(path: str | Path, overrides: Sequence[str] = ()) -> AdapterConfi
     """How a data file is read by itself. ``overrides`` are ``a.b=c`` strings of an adapter's keys: dataset.format=…"""
     entry = {"name": "data", "dataset": {"path": str(path)}}
     tree = {"base_model": ".", "adapters": [entry]}
-    return parse_config(apply_overrides(tree, [f"adapters.data.{override}" for override in overrides])).adapters[0]
+    return parse_config(
+        apply_overrides(tree, [f"adapters.data.{override}" for override in _listed(overrides)])
+    ).adapters[0]
+
+
+def _listed(overrides: Sequence[str]) -> Sequence[str]:
+    """Raises UserError for one text, which is a sequence of letters too, and for a mapping."""
+    if isinstance(overrides, str | Mapping):
+        raise UserError("overrides: expected a list of texts, such as ['defaults.learning_rate=1e-4']")
+    return overrides
 
 
 class _UniqueKeys(yaml.SafeLoader):
@@ -385,7 +394,7 @@ def _yaml(text: str) -> Any:
 def apply_overrides(tree: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
     """A copy of plain configuration data with ``a.b=c`` strings applied; ``adapters.NAME.key`` works too."""
     changed = copy.deepcopy(dict(tree))
-    for override in overrides:
+    for override in _listed(overrides):
         _override(changed, override)
     return changed
 
@@ -507,7 +516,8 @@ def _source(entry: object, place: str, base: Path) -> DatasetConfig:
     if isinstance(tree, Mapping):
         tree = names.canonical(tree, names.DATASET, place, _elsewhere(DatasetConfig, AdapterConfig, names.ADAPTER))
     if not isinstance(tree, Mapping) or (tree.get("path") is None and tree.get("hub") is None):
-        raise UserError(f"{place}: expected a file's path or a block with path or hub, found {_kind(entry)}")
+        rows = "; rows themselves are read from a file" if isinstance(tree, Mapping) else ""
+        raise UserError(f"{place}: expected a file's path or a block with path or hub, found {_kind(entry)}{rows}")
     _known(DatasetConfig, tree, place)
     if isinstance(tree.get("path"), list):
         raise UserError(f"{place}.path: several files are a list under dataset: [first.jsonl, second.jsonl]")

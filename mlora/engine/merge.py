@@ -107,7 +107,11 @@ class _Source:
 
 
 def merge(
-    adapter_folder: Path, output: Path, base: str | None = None, dtype: str | None = None, dequantised: bool = False
+    adapter_folder: str | Path,
+    output: str | Path,
+    base: str | None = None,
+    dtype: str | None = None,
+    dequantised: bool = False,
 ) -> Merged:
     """Write W + scaling·B·A for every module of the adapter, and all else as it is, as a model's folder at ``output``.
 
@@ -119,7 +123,9 @@ def merge(
     Raises UserError where the adapter does not fit the model, a sum is not finite, ``output`` is taken, or nothing says
     how the base was quantised; Interrupted at SIGINT or SIGTERM. Of what is not complete nothing is left.
     """
-    adapter = read_trained(adapter_folder)
+    if dtype is not None and dtype not in DTYPES:
+        raise UserError(f"dtype: {dtype!r} is not one of {', '.join(DTYPES)}")
+    output, adapter = Path(output), read_trained(Path(adapter_folder))
     folder = base_of([adapter], base)
     spec = load_spec(folder)
     targets = check_fits(adapter, spec)
