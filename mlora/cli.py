@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 import mlora
 from mlora.config import data_config
+from mlora.files import writable
 from mlora.types import Interrupted, Note, UserError
 
 if TYPE_CHECKING:
@@ -331,10 +332,8 @@ def _plan(arguments: argparse.Namespace) -> int:
     found = plan(mlora.load_config(arguments.config, arguments.set), arguments.stages)
     print(found.text())
     picture = Path(arguments.picture)
-    try:
+    with writable(f"--picture {picture}"):
         found.write(picture)
-    except OSError as error:
-        raise UserError(f"--picture {picture}: cannot be written: {error.strerror}") from None
     print(f"picture: {picture}; trace for Chrome or Perfetto: {picture.with_suffix('.trace.json')}")
     return _OK
 
@@ -480,10 +479,8 @@ def _compare(arguments: argparse.Namespace) -> int:
     curves = read_curves(arguments.runs)
     print(comparison_table(curves))
     if arguments.picture:
-        try:
+        with writable(f"--picture {arguments.picture}"):
             Path(arguments.picture).write_bytes(draw(curves))
-        except OSError as error:
-            raise UserError(f"--picture {arguments.picture}: cannot be written: {error.strerror}") from None
         print(f"picture: {arguments.picture}")
     return _OK
 

@@ -21,6 +21,7 @@ from typing import Any, Literal
 import yaml
 
 from mlora import names
+from mlora.files import readable
 from mlora.types import LINEAR_MODULES, UserError
 
 _HEAD_MODULES = ("embed_tokens", "lm_head", "wte", "embed_in", "embed_out")
@@ -314,10 +315,10 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
 
 
 def _tree(path: Path) -> dict[str, Any]:
+    with readable(path):
+        data = path.read_bytes()
     try:
-        tree = _yaml(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read: {error.strerror}") from None
+        tree = _yaml(data.decode())
     except ValueError as error:
         raise UserError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from None
     if not isinstance(tree, dict):

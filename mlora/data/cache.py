@@ -10,7 +10,6 @@ import hashlib
 import itertools
 import json
 import mmap
-import os
 import shutil
 import tempfile
 from collections import Counter
@@ -24,6 +23,7 @@ import numpy as np
 
 from mlora.data.sampler import Share, shares
 from mlora.data.sources import Source
+from mlora.files import sha256_of, sync_path
 from mlora.types import IGNORE, Encoded, Row, UserError
 
 EncodeRows = Callable[[Sequence[Row]], Sequence[Encoded | str]]  # text: the reason why the row is dropped
@@ -193,7 +193,7 @@ def _publish(folder: Path, entry: Path) -> None:
             entry.rename(damaged)
             folder.rename(entry)
         shutil.rmtree(damaged, ignore_errors=True)
-    _sync_folder(entry.parent)
+    sync_path(entry.parent)
 
 
 def _write(source: Source, encode: EncodeRows, folder: Path) -> None:
@@ -265,13 +265,11 @@ class _Writer:
         stats = json.dumps(asdict(self._stats())).encode()
         hashes = {name: digest.hexdigest() for name, digest in self._hashes.items()}
         hashes[_STATS] = hashlib.sha256(stats).hexdigest()
-        for file in self._files.values():
-            _sync(file)
-        for name, data in ((_STATS, stats), (_HASHES, json.dumps(hashes).encode())):
-            with (self._folder / name).open("wb") as file:
-                file.write(data)
-                _sync(file)
-        _sync_folder(self._folder)
+        self.close()
+        (self._folder / _STATS).write_bytes(stats)
+        (self._folder / _HASHES).write_bytes(json.dumps(hashes).encode())
+        for path in (*self._folder.iterdir(), self._folder):
+            sync_path(path)
 
     def _stats(self) -> DataStats:
         return DataStats(
@@ -288,26 +286,14 @@ class _Writer:
             file.close()
 
 
-def _sync(file: BinaryIO) -> None:
-    file.flush()
-    os.fsync(file.fileno())
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 def _open(entry: Path) -> TokenData | None:
     """Map an entry's arrays; None where there is no entry or it is damaged in any way."""
     try:
         sums = (entry / _HASHES).read_bytes()
         hashes = json.loads(sums)
         for name in (*_ARRAYS, _STATS):
-            _check(entry / name, hashes[name])
+            if sha256_of(entry / name) != hashes[name]:
+                return None
         stats = DataStats(**json.loads((entry / _STATS).read_bytes()))
         arrays = {name: np.memmap(entry / name, dtype=kind, mode="r") for name, kind in _ARRAYS.items()}
     except (OSError, ValueError, TypeError, KeyError):
@@ -327,9 +313,3 @@ def _check_size(array: np.ndarray) -> None:
     mapped = array.base
     if isinstance(mapped, mmap.mmap) and mapped.size() < array.nbytes:
         raise OSError(f"the token cache of its data was cut to {mapped.size():,} of {array.nbytes:,} bytes")
-
-
-def _check(path: Path, sha256: str) -> None:
-    with path.open("rb") as file:
-        if hashlib.file_digest(file, "sha256").hexdigest() != sha256:
-            raise ValueError(f"{path}: does not match its hash")

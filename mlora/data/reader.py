@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from mlora.data import tables
+from mlora.files import readable
 from mlora.types import Row, UserError
 
 _LFS_POINTER = b"version https://git-lfs.github.com/spec/"
@@ -34,13 +35,10 @@ def read_rows(path: Path) -> Iterator[Row]:
     """
     kind = file_kind(path)
     found = False
-    try:
-        with path.open("rb") as file:
-            for row in _READERS[kind](file, path):
-                found = True
-                yield row
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read: {error.strerror or error}") from None
+    with readable(path), path.open("rb") as file:
+        for row in _READERS[kind](file, path):
+            found = True
+            yield row
     if not found:
         raise UserError(f"{path}: holds no rows; {_EMPTY.get(kind, 'give a file with some')}")
 
@@ -48,11 +46,8 @@ def read_rows(path: Path) -> Iterator[Row]:
 def file_kind(path: Path) -> str:
     """What a file is: array, lines, csv, tsv, parquet, arrow or arrow-stream. Raises UserError as ``read_rows``."""
     check_file(path)
-    try:
-        with path.open("rb") as file:
-            head = file.read(_CHUNK)
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read: {error.strerror}") from None
+    with readable(path), path.open("rb") as file:
+        head = file.read(_CHUNK)
     if head.startswith(_LFS_POINTER):
         raise UserError(f"{path}: is a Git-LFS pointer and not the data; run `git lfs pull` to fetch it")
     for mark, kind in tables.MARKS.items():
@@ -68,10 +63,8 @@ def file_kind(path: Path) -> str:
 
 def check_file(path: Path) -> None:
     """Raises UserError where there is no regular file: opening a pipe would wait for ever."""
-    try:
+    with readable(path):
         mode = path.stat().st_mode
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read: {error.strerror}") from None
     if stat.S_ISDIR(mode):
         raise UserError(f"{path}: is a folder; give its files, as a list under dataset")
     if not stat.S_ISREG(mode):

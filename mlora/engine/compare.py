@@ -14,6 +14,7 @@ from typing import Any
 from mlora.checkpoint.versions import read_manifest, versions
 from mlora.engine.output import CHECKPOINTS, METRICS
 from mlora.engine.status import read_status
+from mlora.files import readable
 from mlora.types import UserError
 
 _UNTOLD = ("name",)  # keys of an adapter that differ always
@@ -78,10 +79,8 @@ def _read_run(run: Path, name: str) -> list[Curve]:
         adapter: Curve(run=name, adapter=adapter, state=entry["state"], keys=_keys(run / CHECKPOINTS / adapter))
         for adapter, entry in status["adapters"].items()
     }
-    try:
+    with readable(run / METRICS):
         lines = (run / METRICS).read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError as error:
-        raise UserError(f"{run / METRICS}: cannot be read: {error.strerror}") from None
     tokens = dict.fromkeys(curves, 0)
     for line in lines:
         with suppress(ValueError, KeyError, TypeError):  # a line that a crash has cut, or of another kind

@@ -16,6 +16,7 @@ from mlora.engine.adapter_run import StepReport
 from mlora.engine.evaluation import EvaluationReport
 from mlora.engine.loggers import Loggers
 from mlora.engine.results import AdapterResult, Results
+from mlora.files import write_whole
 
 
 class Recorder:
@@ -47,9 +48,7 @@ class Recorder:
         of evaluations up to that behind the step in ``evaluated``: what lies behind will be written again.
         """
         if steps is not None and source is not None and source.exists():
-            kept = self._path.with_name(f".{self._path.name}.partial")
-            kept.write_text("".join(_lines_up_to(source, steps, evaluated or {})), encoding="utf-8")
-            kept.rename(self._path)
+            write_whole(self._path, "".join(_lines_up_to(source, steps, evaluated or {})).encode())
         self._file = self._path.open("a", encoding="utf-8")
         self._loggers.open()
 

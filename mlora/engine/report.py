@@ -26,6 +26,7 @@ from mlora.engine.adapter_run import OVER, AdapterRun
 from mlora.engine.compare import Curve, differences, draw, read_curves
 from mlora.engine.output import ADAPTERS, CURVES, FACTS, PICTURE, REPORT
 from mlora.engine.status import read_status
+from mlora.files import writable, write_whole
 from mlora.types import UserError
 
 _STYLE = """
@@ -59,7 +60,8 @@ def write_facts(config: RunConfig, adapters: Sequence[AdapterRun], engine: Mappi
         "data": {adapter.config.name: _data_facts(adapter) for adapter in adapters},
     }
     try:
-        _write(config.output_dir / FACTS, json.dumps(facts, indent=1).encode())
+        with writable(config.output_dir / FACTS):
+            write_whole(config.output_dir / FACTS, json.dumps(facts, indent=1).encode())
     except UserError as error:
         print(f"{error}; a report will lack configuration and data", flush=True)
 
@@ -81,19 +83,12 @@ def write_report(run: Path, file: Path | None = None) -> Path:
     """
     status = read_status(run)
     curves = [replace(curve, run="") for curve in read_curves([run])]
+    page, png = file or run / REPORT, file.with_suffix(".png") if file else run / CURVES
     picture = draw(curves)
-    _write(file.with_suffix(".png") if file else run / CURVES, picture)
-    return _write(file or run / REPORT, _page(run, status, curves, picture).encode())
-
-
-def _write(file: Path, data: bytes) -> Path:
-    """All of it or nothing: a browser may be looking."""
-    partial = file.with_name(f".{file.name}.partial")
-    try:
-        partial.write_bytes(data)
-        return partial.rename(file)
-    except OSError as error:
-        raise UserError(f"{file}: cannot be written: {error.strerror}") from None
+    for path, data in ((png, picture), (page, _page(run, status, curves, picture).encode())):
+        with writable(path):
+            write_whole(path, data)
+    return page
 
 
 def _page(run: Path, status: Mapping[str, Any], curves: Sequence[Curve], picture: bytes) -> str:

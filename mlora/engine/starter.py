@@ -10,6 +10,7 @@ from pathlib import Path
 
 from mlora.config import load_config
 from mlora.data import read_rows
+from mlora.files import writable
 from mlora.tasks.formats import FORMATS, guess_format
 from mlora.types import UserError
 
@@ -52,14 +53,12 @@ def write_starter(files: Sequence[Path], config: Path, base_model: str) -> list[
         names.append(_name(file, names))
         blocks.append(_block(file, names[-1], config))
     head = _HEAD.format(file=config.name, base_model=_quoted(base_model), run=config.stem)
-    try:
+    with writable(config):
+        if config.exists():
+            raise UserError(f"{config}: exists already; give another --output")
         config.parent.mkdir(parents=True, exist_ok=True)
         with config.open("x", encoding="utf-8") as out:
             out.write(head + "".join(blocks))
-    except FileExistsError:
-        raise UserError(f"{config}: exists already; give another --output") from None
-    except OSError as error:
-        raise UserError(f"{config}: cannot be written: {error.strerror}") from None
     load_config(config)
     return names
 

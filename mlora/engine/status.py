@@ -8,6 +8,7 @@ import socket
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from mlora.checkpoint.versions import read_manifest, versions
 from mlora.engine.adapter_run import OVER, AdapterRun
 from mlora.engine.evaluation import best_of
 from mlora.engine.output import CHECKPOINTS, INBOX, STATUS, is_live
+from mlora.files import write_whole
 from mlora.types import UserError
 
 _EVERY_S = 1.0
@@ -41,12 +43,8 @@ class Status:
             if not at_once and time.monotonic() - self._last < _EVERY_S:
                 return
             self._last = time.monotonic()
-            partial = self._path.with_name(f".{STATUS}.partial")
-            try:
-                partial.write_text(json.dumps(self._tree(), indent=1), encoding="utf-8")
-                partial.rename(self._path)
-            except OSError:
-                partial.unlink(missing_ok=True)
+            with suppress(OSError):
+                write_whole(self._path, json.dumps(self._tree(), indent=1).encode())
 
     def _tree(self) -> dict[str, Any]:
         adapters = {adapter.config.name: self._adapter(adapter) for adapter in list(self._adapters)}

@@ -11,7 +11,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 ROWS = (  # lowest first
     ("mlora.types",),
-    ("mlora.names",),
+    ("mlora.files", "mlora.names"),
     ("mlora.config",),
     ("mlora.ops", "mlora.pipeline.transport", "mlora.pipeline.schedule", "mlora.pipeline.graphs"),
     ("mlora.adapters",),
@@ -22,7 +22,7 @@ ROWS = (  # lowest first
 )
 HEIGHT = {unit: height for height, row in enumerate(ROWS) for unit in row}
 DOORS = ("mlora", "mlora.__main__", "mlora.pipeline")  # packages' own files: they say what a user imports
-NO_TORCH = ("mlora.types", "mlora.names", "mlora.config", "mlora.cli", "mlora.pipeline.schedule")
+NO_TORCH = ("mlora.types", "mlora.files", "mlora.names", "mlora.config", "mlora.cli", "mlora.pipeline.schedule")
 NO_ENVIRONMENT = (
     "mlora.ops",
     "mlora.adapters",
