@@ -8,8 +8,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, islice
 
-import torch
-
 from mlora.config import AdapterConfig
 from mlora.data import TokenData, open_source, open_tokens
 from mlora.engine.batches import packed_inputs
@@ -18,13 +16,12 @@ from mlora.engine.prepare import cache_folder
 from mlora.engine.ranks import run_stages
 from mlora.engine.requests import Requests
 from mlora.engine.use import Models, Use
+from mlora.engine.worker import Seat
 from mlora.models.spec import load_spec
 from mlora.models.tokenizer import load_tokenizer
 from mlora.ops.exact import exact_sum
 from mlora.pipeline.executor import Decider, Entry, Executor, Window
 from mlora.pipeline.schedule import Position
-from mlora.pipeline.transport.base import Transport
-from mlora.pipeline.transport.control import Control
 from mlora.tasks import SftTask
 from mlora.types import Microbatch, SampleRef, Segment, StepDecision, UserError
 
@@ -74,17 +71,9 @@ class _Lead:
         print(f"{source.label}: {self._data.stats.summary()}", file=sys.stderr)
         self._scores: dict[int, list[Sequence[float]]] = {slot: [] for slot in job.names}
 
-    def run(
-        self,
-        device: torch.device,
-        transport: Transport | None,
-        stages: Control | None,
-        requests: Requests,
-        ask: Callable[[str], None],
-        world: Control | None = None,
-    ) -> list[Evaluation]:
+    def run(self, seat: Seat, requests: Requests, ask: Callable[[str], None]) -> list[Evaluation]:
         self._requests = requests
-        _walk(self.job, device, transport, self._windows(device, stages), self)
+        _walk(self.job, seat, self._windows(seat), self)
         return [self._evaluation(slot) for slot in self.job.names]
 
     def evaluated(self, microbatch: Microbatch, scores: Sequence[Sequence[float]]) -> None:
@@ -100,19 +89,19 @@ class _Lead:
     def close_step(self, *_: object) -> StepDecision:
         raise AssertionError("nothing is trained")
 
-    def _windows(self, device: torch.device, stages: Control | None) -> Iterator[Window]:
-        bucket = row_bucket(device, self.job.dtype)
+    def _windows(self, seat: Seat) -> Iterator[Window]:
+        bucket = row_bucket(seat.device, self.job.dtype)
         every = chain.from_iterable(_microbatches(self._data, slot, bucket) for slot in self.job.names)
         numbered = (replace(microbatch, index=index) for index, microbatch in enumerate(every))
         while part := list(islice(numbered, _WINDOW)):
             inputs = {m.index: packed_inputs(m, lambda _: self._data, _raise_unreadable) for m in part}
             positions = tuple(Position(index=m.index, microbatch=m, forward_only=True) for m in part)
             window = Window(entries=(), positions=positions, inputs=inputs)
-            if stages is not None:
-                stages.publish(window)
+            if seat.stages is not None:
+                seat.stages.publish(window)
             yield window
-        if stages is not None:
-            stages.publish(None)
+        if seat.stages is not None:
+            seat.stages.publish(None)
 
     def _evaluation(self, slot: int) -> Evaluation:
         losses, hits = zip(*self._scores[slot], strict=True)
@@ -126,19 +115,14 @@ class _Lead:
         )
 
 
-def _follow(job: Use, device: torch.device, transport: Transport, control: Control) -> None:
-    _walk(job, device, transport, iter(control.next, None))
+def _follow(job: Use, seat: Seat) -> None:
+    assert seat.stages is not None
+    _walk(job, seat, iter(seat.stages.next, None))
 
 
-def _walk(
-    job: Use,
-    device: torch.device,
-    transport: Transport | None,
-    windows: Iterable[Window],
-    decider: Decider | None = None,
-) -> None:
-    stage = job.open_stage(device, transport)
-    Executor(stage, transport, job.in_flight, job.first_layers, _meet_nobody, decider).run(windows)
+def _walk(job: Use, seat: Seat, windows: Iterable[Window], decider: Decider | None = None) -> None:
+    stage = job.open_stage(seat)
+    Executor(stage, seat.transport, job.in_flight, job.first_layers, _meet_nobody, decider).run(windows)
 
 
 def _meet_nobody(entry: Entry) -> None:

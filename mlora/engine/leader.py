@@ -10,8 +10,6 @@ from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
-import torch
-
 from mlora.config import AdapterConfig, RunConfig
 from mlora.engine.adapter_run import AdapterRun
 from mlora.engine.cadence import Cadence
@@ -44,10 +42,9 @@ from mlora.engine.requests import Requests
 from mlora.engine.results import AdapterResult, Results
 from mlora.engine.start import Start, saved_adapters
 from mlora.engine.status import Status
-from mlora.engine.worker import Job, Worker, model_digest
+from mlora.engine.worker import Job, Seat, Worker, model_digest
 from mlora.pipeline.executor import Window
 from mlora.pipeline.schedule import Timed, chrome_trace, svg
-from mlora.pipeline.transport.base import Transport
 from mlora.pipeline.transport.control import Control
 from mlora.types import UserError
 
@@ -99,32 +96,18 @@ class Leader:
         for adapter in self._adapters:
             load_initial(adapter, spec, config.base_model)
 
-    def run(
-        self,
-        device: torch.device,
-        transport: Transport | None,
-        stages: Control | None,
-        requests: Requests,
-        ask: Callable[[str], None],
-        world: Control | None = None,
-    ) -> Results:
-        """Train to the end as stage 0 of the first replica.
-
-        The other stages follow through ``stages``; other replicas, if there are any, report through ``world``.
-        ``requests`` is what has been asked of this rank, ``ask`` puts a wish before all.
-        """
+    def run(self, seat: Seat, requests: Requests, ask: Callable[[str], None]) -> Results:
+        """Train to the end as stage 0 of the first replica, see ``Lead``."""
         config, cadence = self._config, Cadence(self._config)
         own, *others = deal([adapter for adapter in self._adapters if adapter.state == "waiting"], self.job.replicas)
         status = Status(config.output_dir, self._adapters, self._prepared.parked)
         loggers, console = Loggers(config.report_to, config.output_dir), terminal()
         recorder = Recorder(config.output_dir / METRICS, status.write, loggers, lines=console is None)
-        exporter = self._exporter(Collector(stages), cadence, recorder, status)
-        worker, windows = first_stage(
-            self.job, own, device, transport, stages, recorder, exporter, self._on_step, requests, cadence
-        )
+        exporter = self._exporter(Collector(seat.stages), cadence, recorder, status)
+        worker, windows = first_stage(self.job, seat, own, recorder, exporter, self._on_step, requests, cadence)
         lock = take_output(config, self._overwrite, self._goes_on)
         start = time.monotonic()
-        view = LiveView(console, self._adapters, worker.microbatches, rows_of(config), device) if console else None
+        view = LiveView(console, self._adapters, worker.microbatches, rows_of(config), seat.device) if console else None
         try:
             self._open(recorder)
             write_facts(config, self._adapters, self._engine)
@@ -134,20 +117,20 @@ class Leader:
             self._export_ended(exporter)
             with view.shown() if view else nullcontext():
                 with Inbox(config.output_dir, self._adapters, self._prepare, requests.add, ask):
-                    self._walk(worker, windows, others, world, recorder, exporter)
+                    self._walk(worker, windows, others, seat.world, recorder, exporter)
                 for adapter in requests.arrived():
                     print(f"{adapter.config.name}: was added too late; --resume auto goes on with it", flush=True)
                 exporter.finish()
         except BaseException:
-            exporter.abandon(wait=stages is None)
+            exporter.abandon(wait=seat.stages is None)
             lock.close()  # a caller that handles the error keeps its traceback, and with it this frame
             raise
         finally:
             recorder.close({adapter.config.name: adapter.state for adapter in self._adapters})
         share_waited = worker.waited_s / max(time.monotonic() - start, 1e-9)
         print(f"checkpoints: {exporter.written} written; training waited {worker.waited_s:.3f} s ({share_waited:.2%})")
-        if stages:
-            self._write_timeline(worker.executor.timeline, stages)
+        if seat.stages:
+            self._write_timeline(worker.executor.timeline, seat.stages)
         results = Results(
             output_dir=config.output_dir,
             adapters={adapter.config.name: _result(adapter, status) for adapter in self._adapters}

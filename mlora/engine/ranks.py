@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from typing import Any, Literal, Protocol
 
 import torch
@@ -15,7 +16,7 @@ from mlora.engine.exporter import tag
 from mlora.engine.replicas import lead_replica
 from mlora.engine.requests import Requests, stop
 from mlora.engine.signals import StopSignals
-from mlora.engine.worker import Job, Worker, check_model
+from mlora.engine.worker import Job, Seat, Worker, check_model
 from mlora.engine.world import World, is_launched, torchrun_world
 from mlora.pipeline.executor import Entry
 from mlora.pipeline.transport.base import Transport, TransportError
@@ -28,25 +29,16 @@ from mlora.pipeline.transport.local import local_controls, local_transports
 class Lead(Protocol):
     """What the first rank does, as stage 0. ``job`` is what the other ranks must know, ``run`` gives what all return.
 
-    The other stages follow through ``stages``; other replicas, if there are any, report through ``world``.
     ``requests`` is what has been asked of this rank, ``ask`` puts a wish before all.
     """
 
     @property
     def job(self) -> Any: ...
 
-    def run(
-        self,
-        device: torch.device,
-        transport: Transport | None,
-        stages: Control | None,
-        requests: Requests,
-        ask: Callable[[str], None],
-        world: Control | None = None,
-    ) -> Any: ...
+    def run(self, seat: Seat, requests: Requests, ask: Callable[[str], None]) -> Any: ...
 
 
-Follow = Callable[[Any, torch.device, Transport, Control], None]  # what a stage behind the first does with the job
+Follow = Callable[[Any, Seat], None]  # what a stage behind the first does with the job
 
 
 def run_stages(lead: Callable[[int], Lead], follow: Follow, on_step: OnStep | None = None) -> Any:
@@ -67,19 +59,15 @@ def _run_in_threads(leader: Lead, follow: Follow, requests: Requests) -> Any:
     prepare(device)
     stages = len(leader.job.in_flight)
     if stages == 1:
-        return leader.run(device, None, None, requests, requests.ask)
-    transports, controls = local_transports(stages, device), local_controls(stages)
+        return leader.run(Seat(device=device), requests, requests.ask)
+    channels = zip(local_transports(stages, device), local_controls(stages), strict=True)
+    first, *others = [Seat(device=device, transport=transport, stages=control) for transport, control in channels]
     with ThreadPoolExecutor(stages - 1, thread_name_prefix="stage") as threads:
-        others = [
-            threads.submit(_follow_or_abort, follow, leader.job, device, transport, control)
-            for transport, control in zip(transports[1:], controls[1:], strict=True)
-        ]
+        following = [threads.submit(_or_abort, seat, partial(follow, leader.job, seat)) for seat in others]
         try:
-            return leader.run(device, transports[0], controls[0], requests, requests.ask)
+            return _or_abort(first, lambda: leader.run(first, requests, requests.ask))
         except BaseException:
-            transports[0].abort()
-            controls[0].abort()
-            _raise_first(others)
+            _raise_first(following)
             raise
 
 
@@ -105,15 +93,15 @@ def _run_in_processes(world: World, lead: Callable[[int], Lead], follow: Follow,
         for channel in (stages, transport):
             if channel is not None and channel is not control:
                 watch.abort_on_failure(channel.abort)
+        seat = Seat(device=device, transport=transport, stages=stages, world=control)
         if leader is not None:
-            results = leader.run(device, transport, stages, requests, watch.ask, control)
+            results = leader.run(seat, requests, watch.ask)
             control.publish(results)
         elif world.rank == first:
-            lead_replica(job, device, transport, stages, control, on_step, requests)
+            lead_replica(job, seat, on_step, requests)
             results = control.next()
         else:
-            assert transport is not None and stages is not None
-            follow(job, device, transport, stages)
+            follow(job, seat)
             results = control.next()
         for channel in {id(channel): channel for channel in (transport, stages, control)}.values():
             if channel is not None:
@@ -147,25 +135,29 @@ def _transport(job: Job, store: dist.Store, ranks: range, rank: int, device: tor
     return distributed_transport(store, ranks, rank, device, named)
 
 
-def follow_training(job: Job, device: torch.device, transport: Transport, control: Control) -> None:
+def follow_training(job: Job, seat: Seat) -> None:
     """Run a stage behind the first, window by window, until the leader ends the stream."""
     check_model(job)
+    control = seat.stages
+    assert control is not None
 
     def deliver(entry: Entry, tensors: Mapping[str, torch.Tensor]) -> None:
         control.report(tag(entry))
         control.send_tensors(tensors)
 
-    worker = Worker(job, device, transport, deliver, lambda entry: control.next())
+    worker = Worker(job, seat, deliver, lambda entry: control.next())
     worker.run(iter(control.next, None))
     control.gather_objects(worker.executor.timeline)
 
 
-def _follow_or_abort(follow: Follow, job: Job, device: torch.device, transport: Transport, control: Control) -> None:
+def _or_abort(seat: Seat, work: Callable[[], Any]) -> Any:
+    """Work whose failure ends that of all other stages."""
+    assert seat.transport is not None and seat.stages is not None
     try:
-        follow(job, device, transport, control)
+        return work()
     except BaseException:
-        transport.abort()
-        control.abort()
+        seat.transport.abort()
+        seat.stages.abort()
         raise
 
 

@@ -20,6 +20,7 @@ from mlora.models.weights import Checkpoint, resolve_base_model
 from mlora.pipeline.executor import Decider, Entry, Executor, Window
 from mlora.pipeline.stage import Stage
 from mlora.pipeline.transport.base import Transport
+from mlora.pipeline.transport.control import Control
 from mlora.types import Microbatch, UserError
 
 _LAST = 200  # actions that are looked at to say how full microbatches are
@@ -39,6 +40,25 @@ class Job:
     replicas: int
     dtype: torch.dtype
     model_digest: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Seat:
+    """Where a stage computes, and how it speaks with others.
+
+    ``transport`` carries its microbatches and ``stages`` reaches the stages of its replica; None where there is one.
+    ``world`` reaches all ranks; None in one process.
+    """
+
+    device: torch.device
+    transport: Transport | None = None
+    stages: Control | None = None
+    world: Control | None = None
+
+    @property
+    def stage(self) -> int:
+        """From 0."""
+        return self.transport.stage if self.transport else 0
 
 
 def model_digest(folder: Path) -> str:
@@ -72,8 +92,7 @@ class Worker:
 
     Args:
         job: the run.
-        device: where this stage computes.
-        transport: this stage's messages; None where there is one stage.
+        seat: this stage's.
         deliver: takes an adapter's snapshot of this stage when it leaves or is saved, see ``Stage.snapshot``.
         fetch: brings the snapshot with which an adapter joins that goes on from a checkpoint.
         decider: on stage 0, decides about steps.
@@ -82,22 +101,20 @@ class Worker:
     def __init__(
         self,
         job: Job,
-        device: torch.device,
-        transport: Transport | None,
+        seat: Seat,
         deliver: Deliver,
         fetch: Fetch,
         decider: Decider | None = None,
     ) -> None:
-        index = transport.stage if transport else 0
-        folder = resolve_base_model(job.config.base_model)
-        self._job, self._device, self._deliver, self._fetch = job, device, deliver, fetch
+        folder, transport = resolve_base_model(job.config.base_model), seat.transport
+        self._job, self._device, self._deliver, self._fetch = job, seat.device, deliver, fetch
         self.waited_s = 0.0  # for snapshots
         self._spec = load_spec(folder)
-        self._layers = range(*job.first_layers[index : index + 2])
+        self._layers = range(*job.first_layers[seat.stage : seat.stage + 2])
         checkpoint = Checkpoint(folder, self._spec)
         quantization = choose_quantization(job.config, self._spec, checkpoint)
-        check_quantization(quantization, job.dtype, device)
-        model = Decoder(self._spec, checkpoint, self._layers, job.dtype, device, quantization)
+        check_quantization(quantization, job.dtype, seat.device)
+        model = Decoder(self._spec, checkpoint, self._layers, job.dtype, seat.device, quantization)
         # while one thread captures a graph, no other may allocate or launch: CUDA ends the capture
         graphs = transport is None or not transport.in_process
         self._stage = Stage(model, job.config.recompute is True, graphs)
