@@ -12,15 +12,13 @@ from transformers import PreTrainedTokenizerFast
 from mlora.config import RunConfig
 from mlora.data import TokenData
 from mlora.engine.adapter_run import AdapterRun
-from mlora.engine.device import choose_device, choose_dtype
+from mlora.engine.base import Base, open_base
 from mlora.engine.evaluation import is_due
 from mlora.engine.memory import MemoryModel
 from mlora.engine.output import check_free, check_inputs
 from mlora.engine.prepare import prepare_adapter
-from mlora.models.quantised import check_quantization, choose_quantization
-from mlora.models.spec import ModelSpec, Quantization, linear_shapes, load_spec
-from mlora.models.tokenizer import load_tokenizer
-from mlora.models.weights import Checkpoint, resolve_base_model
+from mlora.models.quantised import check_quantization
+from mlora.models.spec import ModelSpec, linear_shapes
 from mlora.types import IGNORE, UserError
 
 _SAMPLES = 3
@@ -40,39 +38,35 @@ class Check:
 def check(config: RunConfig) -> Check:
     """Look at all adapters, also behind one that is at fault. Raises UserError for the model or the whole run."""
     check_inputs(config)
-    folder = resolve_base_model(config.base_model)
-    spec = load_spec(folder)
-    quantization = choose_quantization(config, spec, Checkpoint(folder, spec))
-    print(f"weights    {_weights(config, spec, quantization)}", flush=True)
-    tokenizer = load_tokenizer(folder, spec.vocab_size)
-    for warning in (*_missing_here(config, quantization), *tokenizer_warnings(tokenizer)):
+    base = open_base(config)
+    print(f"weights    {_weights(base)}", flush=True)
+    for warning in (*_missing_here(config, base), *tokenizer_warnings(base.tokenizer)):
         print(f"warning: {warning}", flush=True)
     texts, errors = {}, []
     for index, adapter in enumerate(config.adapters):
         try:
-            texts[adapter.name] = "\n".join(_lines(prepare_adapter(index, adapter, spec, tokenizer), spec, tokenizer))
+            texts[adapter.name] = "\n".join(_lines(prepare_adapter(index, adapter, base), base))
         except UserError as error:
             errors.append(str(error))
     return Check(adapters=texts, errors=tuple(errors))
 
 
-def _missing_here(config: RunConfig, quantization: Quantization | None) -> Iterator[str]:
+def _missing_here(config: RunConfig, base: Base) -> Iterator[str]:
     """What would keep a run from starting on this machine, where it may run on another."""
-    device = choose_device(config.device)
     try:
         check_free(config.output_dir)
-        check_quantization(quantization, choose_dtype(config.dtype, device), device)
+        check_quantization(base.quantization, base.dtype, base.device)
     except UserError as error:
         yield f"a run would not start here: {error}"
 
 
-def _weights(config: RunConfig, spec: ModelSpec, quantization: Quantization | None) -> str:
+def _weights(base: Base) -> str:
     """What the frozen model takes on one device, with how its linears are kept. Needs no bitsandbytes."""
-    dtype = choose_dtype(config.dtype, choose_device(config.device))
+    layers, quantization = (base.spec.num_layers,), base.quantization
     model = MemoryModel(
-        spec=spec, dtype=dtype, layers=(spec.num_layers,), in_flight=(1,), adapters=(), quantization=quantization
+        spec=base.spec, dtype=base.dtype, layers=layers, in_flight=(1,), adapters=(), quantization=quantization
     )
-    name, size = str(dtype).removeprefix("torch."), model.need(0, 0, False).weights / 2**20
+    name, size = str(base.dtype).removeprefix("torch."), model.need(0, 0, False).weights / 2**20
     kept = f"linears {quantization}, the rest {name}" if quantization else f"all {name}"
     return f"{size:,.2f} MiB in one stage: {kept}"
 
@@ -93,14 +87,14 @@ def tokenizer_warnings(tokenizer: PreTrainedTokenizerFast) -> list[str]:
     return found
 
 
-def _lines(adapter: AdapterRun, spec: ModelSpec, tokenizer: PreTrainedTokenizerFast) -> Iterator[str]:
-    data, stats = adapter.data, adapter.data.stats
+def _lines(adapter: AdapterRun, base: Base) -> Iterator[str]:
+    data, stats, tokenizer = adapter.data, adapter.data.stats, base.tokenizer
     dropped = ", ".join(f"{count:,} {reason}" for reason, count in sorted(stats.dropped.items())) or "none"
     yield f"rows       {stats.rows:,} read, {stats.kept:,} kept, {stats.truncated:,} of them cut at their end"
     yield f"dropped    {dropped}"
     yield f"tokens     {stats.tokens:,}, trained {stats.target_tokens:,} ({stats.target_tokens / stats.tokens:.1%})"
     yield from _labelled("lengths", _histogram(data.lengths))
-    yield from _labelled("modules", _modules(adapter, spec))
+    yield from _labelled("modules", _modules(adapter, base.spec))
     yield from _labelled("training", _training(adapter))
     yield from _labelled("warning", _warnings(adapter, tokenizer))
     for number, index in enumerate(_spread(len(data)), 1):

@@ -13,9 +13,9 @@ from pathlib import Path
 from mlora.config import AdapterConfig, RunConfig
 from mlora.engine.adapter_run import AdapterRun
 from mlora.engine.cadence import Cadence
-from mlora.engine.checkpoints import Resume, base_facts
+from mlora.engine.checkpoints import Resume
 from mlora.engine.coordinator import OnStep
-from mlora.engine.device import choose_device, choose_dtype
+from mlora.engine.device import choose_device
 from mlora.engine.exporter import Collector, Exporter
 from mlora.engine.inbox import Inbox, added_adapters
 from mlora.engine.init_from import load_initial
@@ -42,7 +42,7 @@ from mlora.engine.requests import Requests
 from mlora.engine.results import AdapterResult, Results
 from mlora.engine.start import Start, saved_adapters
 from mlora.engine.status import Status
-from mlora.engine.worker import Job, Seat, Worker, model_digest
+from mlora.engine.worker import Job, Seat, Worker
 from mlora.pipeline.executor import Window
 from mlora.pipeline.schedule import Timed, chrome_trace, svg
 from mlora.pipeline.transport.control import Control
@@ -75,26 +75,20 @@ class Leader:
         added = [adapter.name for adapter in config.adapters[len(given) :]]  # no file of the user's names them
         self._prepared = prepare(config, stages, saved + added)
         self._config = config = self._prepared.config
-        self._adapters = self._prepared.adapters
+        self._adapters, self._base = self._prepared.adapters, self._prepared.base
         self.job = Job(
             config=config,
             first_layers=first_layers(self._prepared.layers),
             in_flight=self._prepared.in_flight,
             replicas=replicas,
-            dtype=choose_dtype(config.dtype, choose_device(config.device)),
-            model_digest=model_digest(self._prepared.folder),
-        )
-        spec = self._prepared.spec
-        self._base = base_facts(
-            spec, self.job.model_digest, self.job.dtype, choose_device(config.device), self._prepared.quantization
+            dtype=self._base.dtype,
+            model_digest=self._base.digest,
         )
         if self._source is not None:
-            Resume(self._source / CHECKPOINTS, start.allow_changed).apply(
-                self._adapters, self._prepared.parked, spec, self._base
-            )
-
+            resume = Resume(self._source / CHECKPOINTS, start.allow_changed)
+            resume.apply(self._adapters, self._prepared.parked, self._base)
         for adapter in self._adapters:
-            load_initial(adapter, spec, config.base_model)
+            load_initial(adapter, self._base)
 
     def run(self, seat: Seat, requests: Requests, ask: Callable[[str], None]) -> Results:
         """Train to the end as stage 0 of the first replica, see ``Lead``."""
@@ -103,7 +97,7 @@ class Leader:
         status = Status(config.output_dir, self._adapters, self._prepared.parked)
         loggers, console = Loggers(config.report_to, config.output_dir), terminal()
         recorder = Recorder(config.output_dir / METRICS, status.write, loggers, lines=console is None)
-        exporter = self._exporter(Collector(seat.stages), cadence, recorder, status)
+        exporter = Exporter(config, self._base, Collector(seat.stages), cadence, recorder, status)
         worker, windows = first_stage(self.job, seat, own, recorder, exporter, self._on_step, requests, cadence)
         lock = take_output(config, self._overwrite, self._goes_on)
         start = time.monotonic()
@@ -165,21 +159,6 @@ class Leader:
             for report in reports:
                 report.result()
 
-    def _exporter(self, collector: Collector, cadence: Cadence, recorder: Recorder, status: Status) -> Exporter:
-        return Exporter(
-            self._config.output_dir,
-            self._base,
-            self._config.base_model,
-            self._prepared.tokenizer,
-            collector,
-            cadence,
-            self._config.save_total_limit,
-            recorder,
-            status,
-            self._prepared.quantization,
-            self.job.dtype,
-        )
-
     def _open(self, recorder: Recorder) -> None:
         try:
             if self._source is None:
@@ -201,8 +180,8 @@ class Leader:
                 adapter.restored = None
 
     def _prepare(self, index: int, config: AdapterConfig) -> AdapterRun:
-        adapter = prepare_adapter(index, config, self._prepared.spec, self._prepared.tokenizer)
-        load_initial(adapter, self._prepared.spec, self._config.base_model)
+        adapter = prepare_adapter(index, config, self._base)
+        load_initial(adapter, self._base)
         write_facts(self._config, [*self._adapters, adapter], self._engine)
         return adapter
 
@@ -212,7 +191,7 @@ class Leader:
         job = self.job
         layers = [stop - start for start, stop in itertools.pairwise(job.first_layers)]
         return {
-            "device": choose_device(self._config.device).type,
+            "device": self._base.device.type,
             "dtype": str(job.dtype).removeprefix("torch."),
             "stages of layers": ", ".join(map(str, layers)),
             "replicas": str(job.replicas),

@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Literal
 
 from mlora.config import PipelineConfig, RunConfig, data_config
+from mlora.engine.base import model_digest
 from mlora.engine.device import choose_device, choose_dtype
 from mlora.engine.layout import first_layers, layer_counts
 from mlora.engine.trained import BARE_SLOT, BASE, Trained, base_of, find_trained, kept_by_all, load_stage
-from mlora.engine.worker import Job, Seat, check_model, model_digest
+from mlora.engine.worker import Job, Seat, check_model
 from mlora.models.spec import Quantization, load_spec
 from mlora.pipeline.schedule import in_flight
 from mlora.pipeline.stage import Stage

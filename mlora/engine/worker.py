@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import hashlib
 import socket
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
 from mlora.adapters.state import AdapterState
 from mlora.config import RunConfig
+from mlora.engine.base import model_digest
 from mlora.models.decoder import Decoder
 from mlora.models.quantised import check_quantization, choose_quantization
 from mlora.models.spec import linear_shapes, load_spec
@@ -24,7 +23,6 @@ from mlora.pipeline.transport.control import Control
 from mlora.types import Microbatch, UserError
 
 _LAST = 200  # actions that are looked at to say how full microbatches are
-_PIECES, _PIECE_BYTES = 256, 256  # of each weights file, for its digest
 
 Deliver = Callable[[Entry, Mapping[str, torch.Tensor]], None]
 Fetch = Callable[[Entry], Mapping[str, torch.Tensor]]
@@ -59,23 +57,6 @@ class Seat:
     def stage(self) -> int:
         """From 0."""
         return self.transport.stage if self.transport else 0
-
-
-def model_digest(folder: Path) -> str:
-    """Of the model's configuration and of every weights file's name, size, header, and pieces all over it.
-
-    Reading all of it would take minutes; weights that were trained further differ nearly everywhere.
-    """
-    digest = hashlib.blake2b((folder / "config.json").read_bytes(), digest_size=16)
-    for path in sorted(folder.glob("*.safetensors")):
-        with path.open("rb") as file:
-            header = file.read(8)
-            size = path.stat().st_size
-            digest.update(f"{path.name} {size} ".encode() + file.read(int.from_bytes(header, "little")))
-            for piece in range(_PIECES):
-                file.seek(size * piece // _PIECES)
-                digest.update(file.read(_PIECE_BYTES))
-    return digest.hexdigest()
 
 
 def check_model(job: Job) -> None:
