@@ -21,7 +21,7 @@ from mlora.models.decoder import Decoder
 from mlora.models.generate import CachedDecoder
 from mlora.models.spec import ModelSpec, load_spec, read_json
 from mlora.models.tokenizer import load_tokenizer
-from mlora.ops.random import key_for
+from mlora.ops.random import key_for, philox
 from mlora.pipeline.transport.base import Direction, Spec
 from mlora.tasks import Prompter
 from mlora.types import ROW_MULTIPLE, Microbatch, Row, SampleRef, Segment, UserError, padded
@@ -284,15 +284,9 @@ def _choose(logits_V: torch.Tensor, sampling: Sampling, sequence: _Sequence) -> 
     )
     sums = probabilities.cumsum(0)
     kept = int((sums - probabilities < sampling.top_p).sum())  # the likeliest one always
-    draw = _uniform(sampling.seed, sequence.prompt, len(sequence.said)) * float(sums[kept - 1])
+    generator = philox(key_for(sampling.seed, "generate"), 0, sequence.prompt, len(sequence.said))
+    draw = float(np.random.Generator(generator).random()) * float(sums[kept - 1])
     return int(tokens[min(int((sums[:kept] <= draw).sum()), kept - 1)])
-
-
-def _uniform(seed: int, prompt: int, place: int) -> float:
-    """In [0, 1)."""
-    key = key_for(seed, "generate")
-    philox = np.random.Philox(key=np.array(key, dtype=np.uint64), counter=np.array([0, place, prompt, 0], np.uint64))
-    return float(np.random.Generator(philox).random())
 
 
 def _ends(folder: Path, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:

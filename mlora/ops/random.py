@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-INIT_A, INIT_B, PERMUTATION = range(1, 4)  # purposes: the last word of the counter of Philox 4x64
+INIT_A, INIT_B = 1, 2  # purposes: the last word of the counter of Philox 4x64
 ROUNDS = 7  # of Philox 4x32
 _WORD_ORDER = (0, 2, 1, 3)  # in which a counter's four words serve its eight columns, two each, the low half first
 _ROWS_AT_ONCE = 64  # keeps the arrays of a mask in the processor's cache
@@ -35,6 +35,14 @@ def philox(key: Key, purpose: int, step: int = 0, ordinal: int = 0) -> np.random
     return np.random.Philox(
         key=np.array(key, dtype=np.uint64), counter=np.array([0, ordinal, step, purpose], dtype=np.uint64)
     )
+
+
+def shuffled(key: Key, purpose: int, rows: int) -> np.ndarray:
+    """Numbers below ``rows`` in an order that key and purpose decide.
+
+    Sorting raw words keeps it independent of numpy's version, which ``Generator.permutation`` is not.
+    """
+    return np.argsort(philox(key, purpose).random_raw(rows), kind="stable")
 
 
 def dropout_key(key: Key) -> int:
