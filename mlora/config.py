@@ -28,7 +28,7 @@ _HEAD_MODULES = ("embed_tokens", "lm_head", "wte", "embed_in", "embed_out")
 _INITS = (True, False, "gaussian", "orthogonal")
 
 # Keys of PEFT that the engine knows and does not do: the value that changes nothing, and why any other is refused.
-_REFUSED: dict[str, tuple[tuple[object, ...], str]] = {
+REFUSED: dict[str, tuple[tuple[object, ...], str]] = {
     "use_dora": ((False, None), "DoRA normalises the merged weight, which a shared frozen product cannot do"),
     "use_qalora": ((False, None), "QALoRA pools the input of each adapter, which a shared product cannot do"),
     "use_bdlora": ((False, None), "block-diagonal A or B are not stored in blocks here"),
@@ -45,7 +45,6 @@ _REFUSED: dict[str, tuple[tuple[object, ...], str]] = {
     "peft_type": (("LORA", None), "only LoRA adapters are trained"),
 }
 GRID = {"r": "r", "learning_rate": "lr", "lora_alpha": "alpha"}  # what a grid is over, and how a name tells it
-REFUSED_KEYS = frozenset(_REFUSED)
 # Keys of transformers and Axolotl for what has another name here.
 _ELSEWHERE = {
     "bnb_4bit_quant_type": "quantization: nf4 or fp4",
@@ -540,10 +539,10 @@ def _drop_refused(tree: Mapping[str, Any], place: str) -> dict[str, Any]:
     """The tree without PEFT keys that change nothing. Raises where one asks for what the engine does not do."""
     rest = {}
     for key, value in tree.items():
-        if key not in _REFUSED:
+        if key not in REFUSED:
             rest[key] = value
-        elif value not in _REFUSED[key][0]:
-            raise UserError(f"{place}.{key}: {value!r} is not supported: {_REFUSED[key][1]}; leave it out")
+        elif value not in REFUSED[key][0]:
+            raise UserError(f"{place}.{key}: {value!r} is not supported: {REFUSED[key][1]}; leave it out")
     return rest
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from mlora.types import Note, UserError
@@ -283,15 +284,10 @@ def _recompute(value: object, where: str) -> object:
     return True if value == "unsloth" else value
 
 
-def _one_file(value: object, where: str) -> object:
+def _one(value: object, where: str, instead: str) -> object:
+    """What stands in a list alone."""
     if isinstance(value, list) and len(value) != 1:
-        raise UserError(f"{where}: several files are a list under dataset: [first.jsonl, second.jsonl]")
-    return value[0] if isinstance(value, list) else value
-
-
-def _one_data_set(value: object, where: str) -> object:
-    if isinstance(value, list) and len(value) != 1:
-        raise UserError(f"{where}: one data set is evaluated on; write eval_dataset")
+        raise UserError(f"{where}: {instead}")
     return value[0] if isinstance(value, list) else value
 
 
@@ -306,8 +302,8 @@ _VALUES: dict[str, Callable[[object, str], object]] = {
     "lora_target_modules": _targets,
     "lora_target_linear": _all_linear,
     "use_gradient_checkpointing": _recompute,
-    "data_files": _one_file,
-    "test_datasets": _one_data_set,
+    "data_files": partial(_one, instead="several files are a list under dataset: [first.jsonl, second.jsonl]"),
+    "test_datasets": partial(_one, instead="one data set is evaluated on; write eval_dataset"),
     "type": _format,
     "formatting": _format,
 }

@@ -11,6 +11,7 @@ import json
 import re
 import shutil
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -110,6 +111,14 @@ def read_version(folder: Path) -> Version:
         return Version(folder=folder, manifest=manifest, tensors=safetensors.torch.load(data))
     except SafetensorError as error:
         raise UserError(f"{path}: cannot be read as safetensors: {error}") from None
+
+
+def newest_manifest(folder: Path) -> tuple[Path, Manifest] | None:
+    """The newest version of an adapter whose manifest is sound; its tensors are not read."""
+    for path in reversed(versions(folder)):
+        with suppress(UserError):
+            return path, read_manifest(path)
+    return None
 
 
 def newest_sound(folder: Path, tell: Callable[[str], object] = print) -> Version | None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from mlora.checkpoint.versions import read_manifest, versions
+from mlora.checkpoint.versions import newest_manifest
 from mlora.engine.output import CHECKPOINTS, METRICS
 from mlora.engine.status import read_status
 from mlora.files import readable
@@ -100,11 +100,9 @@ def _read_run(run: Path, name: str) -> list[Curve]:
 
 
 def _keys(checkpoints: Path) -> dict[str, Any]:
-    """The adapter's keys, from its newest checkpoint with a sound manifest."""
-    for folder in reversed(versions(checkpoints)):
-        with suppress(UserError):
-            return _flat(read_manifest(folder).config)
-    return {}
+    """The adapter's keys, from its newest checkpoint."""
+    newest = newest_manifest(checkpoints)
+    return _flat(newest[1].config) if newest else {}
 
 
 def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -10,13 +10,12 @@ import torch
 
 from mlora.checkpoint.model_files import DTYPES, TensorPlan, copy_beside, new_folder, write_index, write_weights
 from mlora.engine.device import prepare
-from mlora.engine.trained import BARE_SLOT, Trained, base_of, check_fits, read_trained, stage_of
+from mlora.engine.trained import BARE_SLOT, Trained, base_of, check_fits, one_sample, read_trained, stage_of
 from mlora.models.decoder import Decoder
 from mlora.models.quantised import FrozenLinears, check_quantization
 from mlora.models.spec import ModelSpec, Quantization, load_spec
 from mlora.models.weights import Checkpoint, Weights, head_name, linear_names
-from mlora.pipeline.stage import Batch
-from mlora.types import Microbatch, SampleRef, Segment, UserError, padded
+from mlora.types import UserError
 
 _ROWS = 48  # tokens of the sample whose logits are compared
 _CPU = torch.device("cpu")
@@ -187,11 +186,5 @@ def _logits(spec: ModelSpec, ways: Sequence[tuple[Weights, list[Trained]]], dtyp
     for layer in range(spec.num_layers):
         for i, (weights, adapters) in enumerate(ways):
             stage = stage_of(Decoder(spec, weights, range(layer, layer + 1), wide, _CPU), adapters)
-            rows[i] = stage.evaluate(_batch(input_ids, BARE_SLOT + len(adapters)), rows[i])
+            rows[i] = stage.evaluate(one_sample(input_ids, BARE_SLOT + len(adapters)), rows[i])
     return [x for x in rows if x is not None]
-
-
-def _batch(input_ids: torch.Tensor, slot: int) -> Batch:
-    sample = (SampleRef(0, 0, len(input_ids)),)
-    segment = Segment(adapter=0, slot=slot, step=0, start=0, samples=sample, target_tokens=1, ends_step=True)
-    return Batch(Microbatch(0, (segment,), padded(len(input_ids))), input_ids, input_ids)

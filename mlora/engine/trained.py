@@ -13,14 +13,14 @@ import torch
 from mlora.adapters.state import AdapterState
 from mlora.adapters.targets import match_targets
 from mlora.checkpoint.peft_files import Matrices, adapter_files, read_adapter, read_note
-from mlora.config import REFUSED_KEYS, AdapterConfig, parse_config
+from mlora.config import REFUSED, AdapterConfig, parse_config
 from mlora.engine.output import ADAPTERS
 from mlora.models.decoder import Decoder
 from mlora.models.quantised import check_quantization, from_note
 from mlora.models.spec import ModelSpec, Quantization, linear_shapes, load_spec
 from mlora.models.weights import Checkpoint, resolve_base_model
-from mlora.pipeline.stage import Stage
-from mlora.types import UserError
+from mlora.pipeline.stage import Batch, Stage
+from mlora.types import Microbatch, SampleRef, Segment, UserError, padded
 
 BASE = "base"  # the name of the base model without an adapter
 BARE_SLOT = 0  # whose rows have the base model alone; adapters have the slots from 1 on
@@ -154,6 +154,13 @@ def stage_of(model: Decoder, adapters: Sequence[Trained]) -> Stage:
     return stage
 
 
+def one_sample(input_ids: torch.Tensor, slot: int) -> Batch:
+    """A batch for ``Stage.evaluate`` of one sample under the adapter in ``slot``."""
+    sample = (SampleRef(0, 0, len(input_ids)),)
+    segment = Segment(adapter=0, slot=slot, step=0, start=0, samples=sample, target_tokens=1, ends_step=True)
+    return Batch(Microbatch(0, (segment,), padded(len(input_ids))), input_ids, input_ids)
+
+
 def _kept(folder: Path) -> tuple[Quantization, torch.dtype] | None:
     note = read_note(folder)
     try:
@@ -177,7 +184,7 @@ def _folders(place: Path) -> list[Path]:
 def _adapter_config(fields: dict[str, object], folder: Path) -> AdapterConfig:
     """PEFT's fields that the engine knows, checked as if they stood in a configuration file; what it does not do is
     refused."""
-    names = {field.name for field in dataclasses.fields(AdapterConfig)} | REFUSED_KEYS
+    names = {field.name for field in dataclasses.fields(AdapterConfig)} | REFUSED.keys()
     known = {key: value for key, value in fields.items() if key in names}
     name = re.sub(r"[^A-Za-z0-9._-]", "-", folder.resolve().name).lstrip("._-")[:100] or "adapter"
     adapter = {**known, "name": name, "dataset": str(folder)}
