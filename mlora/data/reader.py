@@ -10,7 +10,8 @@ import codecs
 import json
 import re
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import BinaryIO
 
@@ -76,14 +77,9 @@ def _is_array(head: bytes) -> bool:
 
 
 def _read_lines(file: BinaryIO, path: Path) -> Iterator[Row]:
-    for line, raw in enumerate(file, 1):
-        bom = codecs.BOM_UTF8 if line == 1 else b""
-        try:
-            text = raw.removeprefix(bom).decode("utf-8").rstrip("\r\n")
-        except UnicodeDecodeError:
-            raise tables.bad_utf8(path, line, raw) from None
-        if text.strip(" \t\r"):
-            yield _row(_parse_line(text, path, line), path, line)
+    for line, text in enumerate(tables.text_lines(file, path), 1):
+        if text.strip(" \t\r\n"):
+            yield _row(_parse_line(text.rstrip("\r\n"), path, line), path, line)
 
 
 def _parse_line(text: str, path: Path, line: int) -> object:
@@ -126,14 +122,12 @@ _EMPTY = {
     "csv": "give a line of column names and a line for each row",
     "tsv": "give a line of column names and a line for each row",
 }
-_READERS = {
+_READERS: dict[str, Callable[[BinaryIO, Path], Iterator[Row]]] = {
     "array": _read_array,
     "lines": _read_lines,
-    "csv": tables.read_csv,
-    "tsv": tables.read_tsv,
-    "parquet": tables.read_parquet,
-    "arrow": tables.read_arrow_file,
-    "arrow-stream": tables.read_arrow_stream,
+    "csv": partial(tables.read_separated, delimiter=","),
+    "tsv": partial(tables.read_separated, delimiter="\t"),
+    **{kind: partial(tables.read_columns, kind=kind) for kind in tables.MARKS.values()},
 }
 
 
@@ -206,14 +200,8 @@ class _Buffer:
         try:
             self._text = self._text[self._at :] + self._decoder.decode(data, final=self._ended)
         except UnicodeDecodeError:
-            raise self._find_bad_utf8() from None
+            self._file.seek(0)
+            for _ in tables.text_lines(self._file, self._path):  # names the byte
+                pass
+            raise
         self._at = 0
-
-    def _find_bad_utf8(self) -> UserError:
-        self._file.seek(0)
-        for line, raw in enumerate(self._file, 1):
-            try:
-                raw.decode("utf-8")
-            except UnicodeDecodeError:
-                return tables.bad_utf8(self._path, line, raw)
-        raise AssertionError("called for a file that is valid UTF-8")
