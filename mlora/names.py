@@ -193,8 +193,8 @@ def canonical(
             name = aliases[key]
             if name in tree or name in plain:
                 raise UserError(f"{where}: is another name of {name}, which is given too; keep one of them")
-            plain[name] = _VALUES.get(key, _same)(value, where)
-            _note(f"{where}: read as {name}: {_shown(plain[name])}")
+            plain[name] = _VALUES[key](value, where) if key in _VALUES else value
+            _note(f"{where}: read as {name}: {'…' if isinstance(plain[name], list | dict) else plain[name]}")
         elif key in ("bf16", "fp16") and place == "":
             _set_dtype(plain, tree, key, value)
         elif key in _IDLE:
@@ -212,10 +212,6 @@ def canonical(
 
 def _note(text: str) -> None:
     warnings.warn(text, Note, stacklevel=4)
-
-
-def _shown(value: object) -> object:
-    return "…" if isinstance(value, list | dict) else value
 
 
 def _check_fixed(key: str, value: object, where: str) -> None:
@@ -246,14 +242,6 @@ def _value(key: str, value: object, where: str) -> object:
     if key == "report_to" and isinstance(value, str):
         return [] if value == "none" else [value]
     return value
-
-
-def _same(value: object, where: str) -> object:
-    return value
-
-
-def _optimizer(value: object, where: str) -> object:
-    return _value("optim", value, where)
 
 
 def _share(value: object, where: str) -> object:
@@ -297,7 +285,7 @@ def _format(value: object, where: str) -> object:
 
 _VALUES: dict[str, Callable[[object, str], object]] = {
     "warmup_ratio": _share,
-    "optimizer": _optimizer,
+    "optimizer": partial(_value, "optim"),
     "lora_target": _targets,
     "lora_target_modules": _targets,
     "lora_target_linear": _all_linear,

@@ -86,7 +86,8 @@ def write_version(folder: Path, manifest: Manifest, tensors: Mapping[str, torch.
             (staging / MANIFEST).write_text(_sealed(manifest, staging / STATE), encoding="utf-8")
     except (OSError, SafetensorError) as error:
         size = sum(tensor.nbytes for tensor in tensors.values())
-        raise WriteError(f"{target} cannot be written, it needs {size:,} bytes: {_reason(error)}") from error
+        reason = getattr(error, "strerror", None) or error
+        raise WriteError(f"{target} cannot be written, it needs {size:,} bytes: {reason}") from error
     for path in versions(folder)[:-keep]:
         shutil.rmtree(path, ignore_errors=True)
     return target
@@ -170,7 +171,3 @@ def _opened(folder: Path) -> tuple[Manifest, int, str]:
         raise UserError(f"{path}: has format {body['format']}, and this version of mLoRA reads {_FORMAT}")
     state = body["files"][STATE]
     return Manifest(**{field.name: body[field.name] for field in fields(Manifest)}), state["bytes"], state["sha256"]
-
-
-def _reason(error: Exception) -> str:
-    return (error.strerror or str(error)) if isinstance(error, OSError) else str(error)

@@ -202,7 +202,7 @@ def _write(source: Source, encode: EncodeRows, folder: Path) -> None:
         for rows in _batches(source.rows()):
             writer.add(encode(rows), len(rows))
         if not writer.kept:
-            reasons = _reasons(writer.dropped)
+            reasons = ", ".join(f"{reason} ({count:,})" for reason, count in sorted(writer.dropped.items()))
             raise UserError(f"{source.name}: none of its {writer.rows:,} rows can be trained on: {reasons}")
         writer.finish()
     finally:
@@ -212,10 +212,6 @@ def _write(source: Source, encode: EncodeRows, folder: Path) -> None:
 def _batches(rows: Iterator[Row]) -> Iterator[list[Row]]:
     while batch := list(itertools.islice(rows, _BATCH)):
         yield batch
-
-
-def _reasons(dropped: Mapping[str, int]) -> str:
-    return ", ".join(f"{reason} ({count:,})" for reason, count in sorted(dropped.items()))
 
 
 class _Writer:

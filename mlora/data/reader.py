@@ -59,7 +59,7 @@ def file_kind(path: Path) -> str:
     if path.suffix.lower() in (".parquet", ".arrow"):
         name = path.suffix.removeprefix(".").capitalize()
         raise UserError(f"{path}: does not begin as a {name} file does; is it cut off, or named wrongly?")
-    return "array" if _is_array(head) else "lines"
+    return "array" if head.removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"[") else "lines"
 
 
 def check_file(path: Path) -> None:
@@ -70,10 +70,6 @@ def check_file(path: Path) -> None:
         raise UserError(f"{path}: is a folder; give its files, as a list under dataset")
     if not stat.S_ISREG(mode):
         raise UserError(f"{path}: is not a regular file; write the rows to a file first")
-
-
-def _is_array(head: bytes) -> bool:
-    return head.removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"[")
 
 
 def _read_lines(file: BinaryIO, path: Path) -> Iterator[Row]:

@@ -88,6 +88,11 @@ class AdapterRun:
         return math.ceil(self.config.num_train_epochs * self.sampler.steps_per_epoch)
 
     @property
+    def evaluated(self) -> int:
+        """Behind which step it was evaluated last."""
+        return self.evaluations[-1].step if self.evaluations else 0
+
+    @property
     def cost(self) -> float:
         """Tokens of the training that is left, on average: what the adapter costs a pipeline."""
         return (self.total_steps - len(self.reports)) * self.config.rows_per_step * float(self.data.lengths.mean())
@@ -111,7 +116,7 @@ class AdapterRun:
     def rewind(self) -> None:
         """Plan again what comes behind the last step and the last evaluation that are done."""
         self._planned = len(self.reports)
-        self._evaluation_planned = self.evaluations[-1].step if self.evaluations else 0
+        self._evaluation_planned = self.evaluated
         self._scores = []
 
     def record(self) -> Record:

@@ -21,7 +21,6 @@ from mlora.models.quantised import check_quantization
 from mlora.models.spec import ModelSpec, linear_shapes
 from mlora.types import IGNORE, UserError
 
-_SAMPLES = 3
 _SHOWN = 1200  # characters of a sample; of a longer one the beginning and the end are shown
 _BINS, _BAR = 8, 40
 _PROBE = "Aa éÅ ß ñ ж 中 あ 한 ע 🙂 ½ “”\t\n  x"
@@ -97,7 +96,7 @@ def _lines(adapter: AdapterRun, base: Base) -> Iterator[str]:
     yield from _labelled("modules", _modules(adapter, base.spec))
     yield from _labelled("training", _training(adapter))
     yield from _labelled("warning", _warnings(adapter, tokenizer))
-    for number, index in enumerate(_spread(len(data)), 1):
+    for number, index in enumerate(sorted({0, len(data) // 2, len(data) - 1}), 1):
         title = f"sample {number}: {data.lengths[index]} tokens, {data.target_tokens[index]} of them trained"
         yield f"{title}; trained text stands in [[ ]]"
         yield from (f"  | {line}" for line in _marked(data, index, tokenizer).split("\n"))
@@ -159,11 +158,6 @@ def _warnings(adapter: AdapterRun, tokenizer: PreTrainedTokenizerFast) -> list[s
     if len(data) < config.rows_per_step:
         found.append(f"a step takes {config.rows_per_step} rows and there are {len(data)}: each step is a whole epoch")
     return found
-
-
-def _spread(rows: int) -> list[int]:
-    """The first, a middle and the last row."""
-    return sorted({0, rows // 2, rows - 1})[:_SAMPLES]
 
 
 def _marked(data: TokenData, index: int, tokenizer: PreTrainedTokenizerFast) -> str:

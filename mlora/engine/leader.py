@@ -128,7 +128,10 @@ class Leader:
         results = Results(
             output_dir=config.output_dir,
             adapters={adapter.config.name: _result(adapter, status) for adapter in self._adapters}
-            | {name: _parked(name, reason) for name, reason in self._prepared.parked.items()},
+            | {
+                name: AdapterResult(name=name, state="failed", reason=reason, reports=(), folder=None)
+                for name, reason in self._prepared.parked.items()
+            },
             signal=requests.signal,
         )
         print_table(results)
@@ -160,13 +163,9 @@ class Leader:
                 report.result()
 
     def _open(self, recorder: Recorder) -> None:
+        done = {a.config.name: (len(a.reports), a.evaluated) for a in self._adapters}
         try:
-            if self._source is None:
-                recorder.open()
-            else:
-                steps = {a.config.name: len(a.reports) for a in self._adapters}
-                evaluated = {a.config.name: a.evaluations[-1].step if a.evaluations else 0 for a in self._adapters}
-                recorder.open(self._source / METRICS, steps, evaluated)
+            recorder.open(self._source / METRICS if self._source else None, done)
         except OSError as error:
             raise UserError(f"output_dir: {METRICS} cannot be written: {error.strerror}; nothing was changed") from None
 
@@ -228,10 +227,6 @@ def _with_added(config: RunConfig) -> RunConfig:
     names = {adapter.name.lower() for adapter in config.adapters}
     added = tuple(adapter for adapter in added_adapters(config.output_dir) if adapter.name.lower() not in names)
     return replace(config, adapters=config.adapters + added)
-
-
-def _parked(name: str, reason: str) -> AdapterResult:
-    return AdapterResult(name=name, state="failed", reason=reason, reports=(), folder=None)
 
 
 def _result(adapter: AdapterRun, status: Status) -> AdapterResult:

@@ -133,7 +133,8 @@ def open_data(name: str, sources: Sequence[DatasetConfig], base: Base, max_lengt
             open_tokens(open_source(source), task.encode, task.digest, cache_folder() / "tokens")
             for source, task in zip(sources, tasks, strict=True)
         ]
-        data = join_tokens(parts, _weights(sources))
+        weights = [source.weight for source in sources if source.weight is not None]  # of all, or of none
+        data = join_tokens(parts, weights or None)
     except UserError as error:
         raise DataError(str(error)) from None
     if len(sources) > 1:
@@ -141,12 +142,6 @@ def open_data(name: str, sources: Sequence[DatasetConfig], base: Base, max_lengt
         for source, part, share in zip(sources, parts, data.shares, strict=True):
             print(f"{name}: {source.label}: {part.stats.summary()}; {share.drawn:,} of an epoch's {epoch:,} rows")
     return data
-
-
-def _weights(sources: Sequence[DatasetConfig]) -> list[float] | None:
-    """All weights, or None where there are none; the configuration has either."""
-    weights = [source.weight for source in sources if source.weight is not None]
-    return weights or None
 
 
 def prepare_adapter(index: int, config: AdapterConfig, base: Base) -> AdapterRun:

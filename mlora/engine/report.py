@@ -21,7 +21,6 @@ import yaml
 
 import mlora
 from mlora.config import RunConfig
-from mlora.data import TokenData
 from mlora.engine.adapter_run import OVER, AdapterRun
 from mlora.engine.compare import Curve, differences, draw, read_curves
 from mlora.engine.output import ADAPTERS, CURVES, FACTS, PICTURE, REPORT
@@ -68,12 +67,8 @@ def write_facts(config: RunConfig, adapters: Sequence[AdapterRun], engine: Mappi
 
 def _data_facts(adapter: AdapterRun) -> dict[str, Any]:
     held_out = {"held_out": len(adapter.held_out)} if adapter.held_out is not None else {}
-    return asdict(adapter.data.stats) | {"lengths": _quartiles(adapter.data)} | held_out
-
-
-def _quartiles(data: TokenData) -> list[int]:
-    """Shortest, quarter, half, three quarters, longest."""
-    return [int(length) for length in np.quantile(data.lengths, (0, 0.25, 0.5, 0.75, 1))]
+    quartiles = [int(length) for length in np.quantile(adapter.data.lengths, (0, 0.25, 0.5, 0.75, 1))]
+    return asdict(adapter.data.stats) | {"lengths": quartiles} | held_out
 
 
 def write_report(run: Path, file: Path | None = None) -> Path:

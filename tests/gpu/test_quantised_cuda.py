@@ -94,7 +94,7 @@ def test_twenty_steps_are_those_of_peft(tmp_path, model, name):
     dense model of the dequantised weights."""
     adapter, kind = _adapter(tmp_path), KINDS[name]
     config = parse_config({"base_model": "x", "adapters": [adapter]}).adapters[0]
-    task = SftTask(config.dataset, load_tokenizer(model), 256, VOCAB)
+    task = SftTask(config.dataset, load_tokenizer(model, VOCAB), 256, VOCAB)
     data = open_tokens(open_source(config.dataset), task.encode, task.digest, cache_folder() / "tokens")
     steps = config.max_steps, warmup_steps(config, config.max_steps)
     int8 = name == "int8"
