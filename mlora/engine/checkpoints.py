@@ -13,9 +13,9 @@ from torch import Tensor
 
 from mlora.checkpoint.versions import Manifest, Version, newest_sound, write_version
 from mlora.config import AdapterConfig
-from mlora.engine.adapter_run import AdapterRun, Record, StepReport
+from mlora.engine.adapter_run import AdapterRun, Record
 from mlora.engine.base import Base
-from mlora.engine.evaluation import EvaluationReport, is_lower
+from mlora.engine.evaluation import EvaluationReport
 from mlora.models.spec import ModelSpec, Quantization, linear_shapes
 from mlora.types import UserError
 
@@ -155,46 +155,21 @@ def _tell(text: str) -> None:
 
 def _record(version: Version, adapter: AdapterRun) -> Record:
     manifest = version.manifest
+    steps = version.tensors[_HISTORY].tolist()
+    evaluations: list[EvaluationReport] = []
+    for done, loss, correct, targets in version.tensors.get(_EVALUATIONS, torch.zeros(0, 4)).tolist():
+        evaluations.append(adapter.evaluation_report(int(done), loss, int(correct), int(targets), evaluations))
     return Record(
         step=manifest.step,
         total_steps=manifest.total_steps,
         state=manifest.state,  # type: ignore[arg-type]  # sealed: written by us from a State
         reason=manifest.reason,
         nonfinite_in_a_row=manifest.nonfinite_in_a_row,
-        reports=tuple(_report(adapter, i, row) for i, row in enumerate(version.tensors[_HISTORY].tolist())),
-        evaluations=tuple(_evaluations(adapter, version)),
-    )
-
-
-def _evaluations(adapter: AdapterRun, version: Version) -> list[EvaluationReport]:
-    found: list[EvaluationReport] = []
-    rows = version.tensors[_EVALUATIONS].tolist() if _EVALUATIONS in version.tensors else []
-    for step, loss, correct, tokens in rows:
-        report = EvaluationReport(
-            adapter=adapter.config.name,
-            step=int(step),
-            total_steps=adapter.total_steps,
-            loss=loss,
-            correct_tokens=int(correct),
-            target_tokens=int(tokens),
-            best=is_lower(loss, found),
-        )
-        found.append(report)
-    return found
-
-
-def _report(adapter: AdapterRun, step: int, row: Sequence[float]) -> StepReport:
-    loss, grad_norm, rate, tokens, skipped = row
-    return StepReport(
-        adapter=adapter.config.name,
-        step=step + 1,
-        total_steps=adapter.total_steps,
-        epoch=adapter.sampler.epoch(step),
-        loss=loss,
-        grad_norm=grad_norm,
-        learning_rate=rate,
-        num_tokens=int(tokens),
-        skipped=bool(skipped),
+        reports=tuple(
+            adapter.step_report(step, loss, grad_norm, rate, int(tokens), bool(skipped))
+            for step, (loss, grad_norm, rate, tokens, skipped) in enumerate(steps)
+        ),
+        evaluations=tuple(evaluations),
     )
 
 

@@ -10,6 +10,7 @@ from itertools import chain, islice
 
 from mlora.config import AdapterConfig
 from mlora.data import TokenData, open_source, open_tokens
+from mlora.engine.adapter_run import in_order
 from mlora.engine.batches import packed_inputs
 from mlora.engine.device import row_bucket
 from mlora.engine.prepare import cache_folder
@@ -132,9 +133,7 @@ def _meet_nobody(entry: Entry) -> None:
 def _microbatches(data: TokenData, slot: int, bucket: Callable[[int], int]) -> Iterator[Microbatch]:
     """All samples, longest first, in microbatches of up to so many rows; a longer one goes alone."""
     waiting: list[SampleRef] = []
-    order = sorted(range(len(data)), key=lambda i: (-int(data.lengths[i]), i))
-    for ordinal, i in enumerate(order):
-        sample = SampleRef(i, ordinal, int(data.lengths[i]))
+    for sample in in_order(data, range(len(data)))[0]:
         if waiting and sum(s.length for s in waiting) + sample.length > _MICROBATCH_ROWS:
             yield _microbatch(waiting, slot, bucket)
             waiting = []

@@ -85,8 +85,7 @@ class SftTask:
     def _render(self, form: Format, row: Row) -> Rendered | str:
         fields = Fields(row, self._config.columns)
         if form.turns and self._template:
-            tools = fields.tools() if "tools" in form.optional else ()
-            return self._render_chat(self._template, Conversation(turns=tuple(form.turns(fields)), tools=tools), row)
+            return self._render_chat(self._template, form.conversation(fields), row)
         if form.plain is None:
             raise UserError(
                 f"{row.file}: conversations need a chat template and there is none; give dataset.chat_template a file"
