@@ -14,7 +14,7 @@ from mlora.engine.trained import BARE_SLOT, Trained, base_of, check_fits, one_sa
 from mlora.models.decoder import Decoder
 from mlora.models.quantised import FrozenLinears, check_quantization
 from mlora.models.spec import ModelSpec, Quantization, load_spec
-from mlora.models.weights import Checkpoint, Weights, head_name, linear_names
+from mlora.models.weights import Checkpoint, Weights, linear_names
 from mlora.types import UserError
 
 _ROWS = 48  # tokens of the sample whose logits are compared
@@ -41,10 +41,10 @@ class Merged:
     other_difference: float | None = None
 
 
-class _Source:
+class _Source(Weights):
     """The weights of ``base`` and, with ``adapter``, W + scaling·B·A for its modules; made tensor by tensor.
 
-    ``linears`` dequantise those of the layers; None: as they are stored. Stands for a Checkpoint.
+    ``linears`` dequantise those of the layers; None: as they are stored.
     """
 
     def __init__(
@@ -79,15 +79,6 @@ class _Source:
             name_of = str(dtype).removeprefix("torch.")
             raise UserError(f"{name}: not finite in {name_of} once merged; give --dtype float32 or bfloat16")
         return weight
-
-    def embedding(self) -> torch.Tensor:
-        return self.tensor("model.embed_tokens.weight")
-
-    def head(self) -> torch.Tensor:
-        return self.tensor(head_name(self._spec))
-
-    def final_norm(self) -> torch.Tensor:
-        return self.tensor("model.norm.weight")
 
     def layer(self, index: int) -> dict[str, torch.Tensor]:
         names = [name for name in self._base.layer(index) if name.endswith((".weight", ".bias"))]
