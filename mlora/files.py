@@ -30,7 +30,7 @@ def writable(place: object) -> Iterator[None]:
         raise UserError(f"{place}: cannot be written: {error.strerror or error}") from None
 
 
-def hidden(path: Path) -> Path:
+def _hidden(path: Path) -> Path:
     """Where a file or folder is written before it gets its name."""
     return path.with_name(f".{path.name}.partial")
 
@@ -38,10 +38,10 @@ def hidden(path: Path) -> Path:
 def write_whole(path: Path, data: bytes) -> None:
     """Write a file so that whoever looks sees what was there before, or all of it. Raises OSError."""
     try:
-        hidden(path).write_bytes(data)
-        hidden(path).rename(path)
+        _hidden(path).write_bytes(data)
+        _hidden(path).rename(path)
     except OSError:
-        hidden(path).unlink(missing_ok=True)
+        _hidden(path).unlink(missing_ok=True)
         raise
 
 
@@ -51,7 +51,7 @@ def whole_folder(folder: Path) -> Iterator[Path]:
 
     Where anything goes wrong meanwhile, nothing is left of it.
     """
-    staging, old = hidden(folder), folder.with_name(f".{folder.name}.old.partial")
+    staging, old = _hidden(folder), folder.with_name(f".{folder.name}.old.partial")
     try:
         shutil.rmtree(staging, ignore_errors=True)
         staging.mkdir(parents=True)
