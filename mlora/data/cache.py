@@ -15,7 +15,9 @@ import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
+from functools import reduce
+from operator import add
 from pathlib import Path
 from typing import BinaryIO
 
@@ -45,6 +47,10 @@ class DataStats:
     dropped: Mapping[str, int]
     tokens: int
     target_tokens: int
+
+    def __add__(self, other: DataStats) -> DataStats:
+        sums = {f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self) if f.name != "dropped"}
+        return DataStats(dropped=dict(Counter(self.dropped) + Counter(other.dropped)), **sums)
 
     def summary(self) -> str:
         """One line for the log."""
@@ -127,21 +133,10 @@ def join_tokens(parts: Sequence[TokenData], weights: Sequence[float] | None) -> 
     return TokenData(
         lengths=np.concatenate([part.lengths for part in parts]),
         target_tokens=np.concatenate([part.target_tokens for part in parts]),
-        stats=_sum_stats([part.stats for part in parts]),
+        stats=reduce(add, (part.stats for part in parts)),
         digest=hashlib.sha256(facts.encode()).hexdigest(),
         shares=drawn,
         _stores=tuple(store for part in parts for store in part._stores),
-    )
-
-
-def _sum_stats(parts: Sequence[DataStats]) -> DataStats:
-    return DataStats(
-        rows=sum(part.rows for part in parts),
-        kept=sum(part.kept for part in parts),
-        truncated=sum(part.truncated for part in parts),
-        dropped=dict(sum((Counter(part.dropped) for part in parts), Counter())),
-        tokens=sum(part.tokens for part in parts),
-        target_tokens=sum(part.target_tokens for part in parts),
     )
 
 
@@ -201,9 +196,9 @@ def _write(source: Source, encode: EncodeRows, folder: Path) -> None:
     try:
         for rows in _batches(source.rows()):
             writer.add(encode(rows), len(rows))
-        if not writer.kept:
-            reasons = ", ".join(f"{reason} ({count:,})" for reason, count in sorted(writer.dropped.items()))
-            raise UserError(f"{source.name}: none of its {writer.rows:,} rows can be trained on: {reasons}")
+        if not writer.stats.kept:
+            reasons = ", ".join(f"{reason} ({count:,})" for reason, count in sorted(writer.stats.dropped.items()))
+            raise UserError(f"{source.name}: none of its {writer.stats.rows:,} rows can be trained on: {reasons}")
         writer.finish()
     finally:
         writer.close()
@@ -221,19 +216,24 @@ class _Writer:
         self._folder = folder
         self._files: dict[str, BinaryIO] = {name: (folder / name).open("wb") for name in _ARRAYS}
         self._hashes = {name: hashlib.sha256() for name in _ARRAYS}
-        self.rows = self.kept = self._truncated = self._tokens = self._target_tokens = 0
-        self.dropped: Counter[str] = Counter()
+        self.stats = DataStats(rows=0, kept=0, truncated=0, dropped={}, tokens=0, target_tokens=0)
 
     def add(self, results: Sequence[Encoded | str], rows: int) -> None:
         """Write the results of one batch of ``rows`` rows."""
         assert len(results) == rows, "encode must return one result for each row"
-        self.rows += rows
-        self.dropped.update(reason for reason in results if isinstance(reason, str))
         kept = [encoded for encoded in results if isinstance(encoded, Encoded)]
-        if kept:
-            self._add_kept(kept)
+        tokens, target_tokens = self._add_kept(kept) if kept else (0, 0)
+        self.stats += DataStats(
+            rows=rows,
+            kept=len(kept),
+            truncated=sum(encoded.truncated for encoded in kept),
+            dropped=Counter(reason for reason in results if isinstance(reason, str)),
+            tokens=tokens,
+            target_tokens=target_tokens,
+        )
 
-    def _add_kept(self, kept: Sequence[Encoded]) -> None:
+    def _add_kept(self, kept: Sequence[Encoded]) -> tuple[int, int]:
+        """Returns how many tokens, and how many that are predicted."""
         lengths = np.array([len(encoded.input_ids) for encoded in kept])
         starts = np.cumsum(lengths) - lengths
         labels = np.fromiter(itertools.chain.from_iterable(e.labels for e in kept), np.int32)
@@ -243,13 +243,10 @@ class _Writer:
         predicted[starts] = False  # nothing predicts a row's first token
         target_tokens = np.add.reduceat(predicted, starts, dtype=np.int64)
         self._append("ids", np.fromiter(itertools.chain.from_iterable(e.input_ids for e in kept), np.int32))
-        self._append("starts", starts + self._tokens)
+        self._append("starts", starts + self.stats.tokens)
         self._append("lengths", lengths)
         self._append("target_tokens", target_tokens)
-        self.kept += len(kept)
-        self._truncated += sum(encoded.truncated for encoded in kept)
-        self._tokens += int(lengths.sum())
-        self._target_tokens += int(target_tokens.sum())
+        return int(lengths.sum()), int(target_tokens.sum())
 
     def _append(self, name: str, values: np.ndarray) -> None:
         data = values.astype(_ARRAYS[name]).tobytes()
@@ -258,7 +255,7 @@ class _Writer:
 
     def finish(self) -> None:
         """Write the counts and, last, the hashes, and bring everything to the disk."""
-        stats = json.dumps(asdict(self._stats())).encode()
+        stats = json.dumps(asdict(self.stats)).encode()
         hashes = {name: digest.hexdigest() for name, digest in self._hashes.items()}
         hashes[_STATS] = hashlib.sha256(stats).hexdigest()
         self.close()
@@ -266,16 +263,6 @@ class _Writer:
         (self._folder / _HASHES).write_bytes(json.dumps(hashes).encode())
         for path in (*self._folder.iterdir(), self._folder):
             sync_path(path)
-
-    def _stats(self) -> DataStats:
-        return DataStats(
-            rows=self.rows,
-            kept=self.kept,
-            truncated=self._truncated,
-            dropped=dict(self.dropped),
-            tokens=self._tokens,
-            target_tokens=self._target_tokens,
-        )
 
     def close(self) -> None:
         for file in self._files.values():
