@@ -19,7 +19,7 @@ from mlora.engine.signals import StopSignals
 from mlora.engine.worker import Job, Seat, Worker, check_model
 from mlora.engine.world import World, is_launched, torchrun_world
 from mlora.pipeline.executor import Entry
-from mlora.pipeline.transport.base import Transport, TransportError
+from mlora.pipeline.transport.base import TransportError
 from mlora.pipeline.transport.control import Control
 from mlora.pipeline.transport.distributed import distributed_control, distributed_transport
 from mlora.pipeline.transport.liveness import Liveness
@@ -85,27 +85,20 @@ def _run_in_processes(world: World, lead: Callable[[int], Lead], follow: Follow,
         watch.abort_on_failure(control.abort)
         leader = lead(world.size) if world.rank == 0 else None
         job = _share(control, leader.job if leader else None)
-        device = _device_of(job, world)
-        prepare(device)
-        first, ranks = _replica_of(job, world)
-        stages = control if job.replicas == 1 else _stage_control(store, world.rank - first, first, len(ranks))
-        transport = _transport(job, store, ranks, world.rank, device)
-        for channel in (stages, transport):
-            if channel is not None and channel is not control:
-                watch.abort_on_failure(channel.abort)
-        seat = Seat(device=device, transport=transport, stages=stages, world=control)
+        seat = _seat(job, world, store, control)
+        own = [channel for channel in (seat.transport, seat.stages) if channel is not None and channel is not control]
+        for channel in own:
+            watch.abort_on_failure(channel.abort)
+        results = None
         if leader is not None:
             results = leader.run(seat, requests, watch.ask)
-            control.publish(results)
-        elif world.rank == first:
+        elif seat.stage == 0:
             lead_replica(job, seat, on_step, requests)
-            results = control.next()
         else:
             follow(job, seat)
-            results = control.next()
-        for channel in {id(channel): channel for channel in (transport, stages, control)}.values():
-            if channel is not None:
-                channel.close()
+        results = _share(control, results)
+        for channel in (*own, control):
+            channel.close()
         return results
 
 
@@ -114,25 +107,22 @@ def _ask_all(requests: Requests, watch: Liveness, what: str) -> None:
     watch.ask(what)
 
 
-def _replica_of(job: Job, world: World) -> tuple[int, range]:
-    """The first rank of this rank's replica, and all its ranks in the order of stages."""
-    stages = len(job.in_flight)
-    first = world.rank // stages * stages
-    return first, range(first, first + stages)
-
-
-def _stage_control(store: dist.Store, rank: int, first: int, stages: int) -> Control | None:
+def _seat(job: Job, world: World, store: dist.Store, control: Control) -> Seat:
+    """This rank's; the ranks of a replica follow each other in the order of its stages."""
+    device, stages = choose_device(job.config.device), len(job.in_flight)
+    if device.type == "cuda":
+        device = torch.device("cuda", world.local_rank % torch.cuda.device_count())
+        torch.cuda.set_device(device)
+    prepare(device)
     if stages == 1:
-        return None
-    return distributed_control(dist.PrefixStore(f"replica/{first}", store), rank, stages)
-
-
-def _transport(job: Job, store: dist.Store, ranks: range, rank: int, device: torch.device) -> Transport | None:
-    if len(ranks) == 1:
-        return None
+        return Seat(device=device, world=control)
+    first, own = world.rank // stages * stages, control
+    if job.replicas > 1:
+        own = distributed_control(dist.PrefixStore(f"replica/{first}", store), world.rank - first, stages)
     backend = job.config.pipeline.transport
     named: Literal["gloo", "nccl"] | None = backend if backend in ("gloo", "nccl") else None
-    return distributed_transport(store, ranks, rank, device, named)
+    transport = distributed_transport(store, range(first, first + stages), world.rank, device, named)
+    return Seat(device=device, transport=transport, stages=own, world=control)
 
 
 def follow_training(job: Job, seat: Seat) -> None:
@@ -169,17 +159,9 @@ def _raise_first(others: list[Future[None]]) -> None:
             raise error
 
 
-def _share(control: Control, job: Job | None) -> Job:
-    if job is None:
+def _share(control: Control, given: Any) -> Any:
+    """What rank 0 gives, on every rank."""
+    if control.rank:
         return control.next()
-    control.publish(job)
-    return job
-
-
-def _device_of(job: Job, world: World) -> torch.device:
-    device = choose_device(job.config.device)
-    if device.type == "cpu":
-        return device
-    device = torch.device("cuda", world.local_rank % torch.cuda.device_count())
-    torch.cuda.set_device(device)
-    return device
+    control.publish(given)
+    return given
