@@ -136,9 +136,7 @@ class AdapterConfig:
     max_nonfinite_steps: int = 3  # this many skipped steps in a row end the adapter as failed
     eval_dataset: DatasetConfig | None = None  # rows of another file to evaluate on
     val_size: float = 0.0  # or so many rows of the dataset, below 1 a share of them, held out of training
-    eval_steps: float | tuple[float, ...] = (
-        0.1  # evaluate every n steps, below 1 a share of all; a list: at these shares
-    )
+    eval_steps: float | tuple[float, ...] = 0.1  # every n steps, below 1 a share of all; a list: at these shares
     load_best_model_at_end: bool = False  # export the weights with the lowest eval_loss, not the last ones
     early_stopping_patience: int | None = None  # end after so many evaluations without a lower eval_loss
     early_stopping_threshold: float = 0.0  # lower by more than this
@@ -272,9 +270,7 @@ class RunConfig:
     output_dir: Path = Path("runs/default")
     dtype: Literal["auto", "float32", "bfloat16", "float16", "float64"] = "auto"  # of the frozen model
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    quantization: Literal["nf4", "fp4", "int8", "fp8"] | None = (
-        None  # of the frozen linears; default: as they are stored
-    )
+    quantization: Literal["nf4", "fp4", "int8", "fp8"] | None = None  # of the frozen linears; default: as stored
     double_quantization: bool | None = None  # of nf4's and fp4's scales too; default: as they are stored, else false
     quantization_skip_modules: tuple[str, ...] = ()  # linears that are not quantised, by names or their ends
     microbatch_tokens: int | Literal["auto"] = "auto"  # the most rows of one microbatch; a longer sample goes alone
