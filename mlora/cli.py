@@ -12,12 +12,12 @@ import signal
 import sys
 import threading
 import warnings
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from functools import partial
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO, TypeVar
 
 import mlora
 from mlora.config import data_config
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from mlora.engine.generate import Answer
     from mlora.engine.use import Models
 
+Made = TypeVar("Made")
 _TRAIN_EPILOG = "Everything else is a key of the file, such as --set defaults.learning_rate=1e-4."
 _NPROC = "start N processes on this host, as torchrun would"
 _STARTER_MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
@@ -217,9 +218,7 @@ def _add_after_training(add: Callable[..., argparse.ArgumentParser]) -> None:
 
 
 def _add_models(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "adapters", nargs="*", metavar="ADAPTER", help="an adapter's folder, or a run's with all of them"
-    )
+    parser.add_argument("places", nargs="*", metavar="ADAPTER", help="an adapter's folder, or a run's with all of them")
     parser.add_argument("--base", metavar="MODEL", help="the base model, if not the one that the adapters name")
     parser.add_argument("--with-base", action="store_true", help="the base model without an adapter, too")
     parser.add_argument(
@@ -234,14 +233,12 @@ def _add_models(parser: argparse.ArgumentParser) -> None:
 def _models(arguments: argparse.Namespace) -> Models:
     from mlora.engine.use import Models
 
-    return Models(
-        arguments.adapters,
-        base=arguments.base,
-        with_base=arguments.with_base,
-        dtype=arguments.dtype,
-        device=arguments.device,
-        stages=arguments.stages,
-    )
+    return _made(Models, arguments)
+
+
+def _made(kind: type[Made], arguments: argparse.Namespace) -> Made:
+    """A dataclass whose fields are called as the arguments are."""
+    return kind(**{field.name: getattr(arguments, field.name) for field in fields(kind)})  # type: ignore[arg-type]
 
 
 class _Log(io.FileIO):
@@ -428,12 +425,7 @@ def _export(arguments: argparse.Namespace) -> int:
 def _generate(arguments: argparse.Namespace) -> int:
     from mlora.engine.generate import Sampling, generate, read_prompts, text_prompt
 
-    sampling = Sampling(
-        max_new_tokens=arguments.max_new_tokens,
-        temperature=arguments.temperature,
-        top_p=arguments.top_p,
-        seed=arguments.seed,
-    )
+    sampling = _made(Sampling, arguments)
     if arguments.file and (arguments.system is not None or arguments.plain):
         raise UserError("--system and --plain go with --prompt; in a file the rows say it")
     if arguments.prompt and arguments.set:
