@@ -2,10 +2,10 @@
 
 The generators are Philox (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011). Initial values and
 orders of rows come from Philox 4x64 with 10 rounds as NumPy carries it: key = (adapter seed, hash of the global module
-name), counter = (block, ordinal, step, purpose). Dropout is drawn where it is needed, on a GPU inside the kernels, so it
-takes the cheaper Philox 4x32 with 7 rounds (the fewest that pass all of that paper's tests), 16 bits for an element:
-key = hash of the above, counter = (column // 8, position, ordinal, step). So a mask needs no storage, and stages, slots,
-neighbours and order of joining cannot change it.
+name), or (seed, epoch) for rows; counter = (block, ordinal, step, purpose). Dropout is drawn where it is needed, on a
+GPU inside the kernels, so it takes the cheaper Philox 4x32 with 7 rounds (the fewest that pass all of that paper's
+tests), 16 bits for an element: key = hash of the above, counter = (column // 8, position, ordinal, step). So a mask
+needs no storage, and stages, slots, neighbours and order of joining cannot change it.
 """
 
 from __future__ import annotations
@@ -67,7 +67,8 @@ def keep_mask(key: Key, step: int, ordinal: int, rows: int, columns: int, dropou
         positions = np.arange(first, min(first + _ROWS_AT_ONCE, rows), dtype=np.uint64)[:, None]
         words = _philox_4x32(dropout_key(key), blocks, positions, ordinal, step)
         halves = np.stack([words[i] for i in _WORD_ORDER], axis=-1).astype("<u4").view("<u2")
-        keep[first : first + len(positions)] = halves.reshape(len(positions), -1)[:, :columns] >= dropout_threshold(dropout)
+        draws = halves.reshape(len(positions), -1)[:, :columns]
+        keep[first : first + len(positions)] = draws >= dropout_threshold(dropout)
     return torch.from_numpy(keep)
 
 
