@@ -12,14 +12,16 @@ import signal
 import sys
 import threading
 import warnings
-from dataclasses import asdict
+from dataclasses import asdict, fields
+from functools import partial
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO, TypeVar
 
 import mlora
 from mlora.config import data_config
+from mlora.files import writable
 from mlora.types import Interrupted, Note, UserError
 
 if TYPE_CHECKING:
@@ -31,6 +33,7 @@ if TYPE_CHECKING:
     from mlora.engine.generate import Answer
     from mlora.engine.use import Models
 
+Made = TypeVar("Made")
 _TRAIN_EPILOG = "Everything else is a key of the file, such as --set defaults.learning_rate=1e-4."
 _NPROC = "start N processes on this host, as torchrun would"
 _STARTER_MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
@@ -51,7 +54,7 @@ def main(argv: list[str] | None = None) -> int:
             warnings.showwarning = _shower(warnings.showwarning)
             if vars(arguments).get("nproc") is not None:
                 return _run_in_processes(arguments.nproc, argv)
-            if "engine" in arguments:
+            if arguments.engine:
                 _load(f"mlora.engine.{arguments.engine}")
             code = arguments.run(arguments)
             sys.stdout.flush()
@@ -124,60 +127,66 @@ class _Parser(argparse.ArgumentParser):
 def _parser() -> argparse.ArgumentParser:
     parser: argparse.ArgumentParser = _Parser(prog="mlora", description=mlora.__doc__)
     parser.add_argument("--version", action="version", version=f"mlora {mlora.__version__}")
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    train = commands.add_parser("train", help="train the adapters of a configuration file", epilog=_TRAIN_EPILOG)
+    add = partial(_command, parser.add_subparsers(required=True, metavar="COMMAND"))
+    train = add("train", _train, "run", "train the adapters of a configuration file", epilog=_TRAIN_EPILOG)
     train.add_argument("config", help="a YAML file")
-    train.add_argument("--set", action="append", default=[], metavar="A.B=C", help="change one key of the file")
+    _add_set(train, "change one key of the file")
     again = train.add_argument_group("when output_dir holds a run already")
     again.add_argument("--overwrite", action="store_true", help="replace it")
     again.add_argument("--resume", metavar="auto|RUN", help="go on with it, or from another run's checkpoints")
     again.add_argument("--allow-changed", action="store_true", help="resume even where keys or data have changed")
     processes = train.add_argument_group("processes")
     processes.add_argument("--nproc", type=int, metavar="N", help=_NPROC)
-    train.set_defaults(run=_train, engine="run")
-    plan = commands.add_parser("plan", help="show stages, order and predicted bubble, without training")
+    plan = add("plan", _plan, "plan", "show stages, order and predicted bubble, without training")
     plan.add_argument("config", help="a YAML file")
     plan.add_argument("--stages", type=int, required=True, metavar="S", help="number of stages")
-    plan.add_argument("--set", action="append", default=[], metavar="A.B=C", help="change one key of the file")
+    _add_set(plan, "change one key of the file")
     plan.add_argument("--picture", default="plan.svg", metavar="FILE", help="where the picture goes (plan.svg)")
-    plan.set_defaults(run=_plan, engine="plan")
-    status = commands.add_parser("status", help="show the adapters of a run, live or dead")
+    status = add("status", _status, "status", "show the adapters of a run, live or dead")
     status.add_argument("run_dir", metavar="RUN", help="the run's folder")
     status.add_argument("--json", action="store_true", help="as JSON")
-    status.set_defaults(run=_status, engine="status")
-    add = commands.add_parser("add", help="add the adapters of a file to a run while it runs")
-    add.add_argument("run_dir", metavar="RUN", help="the run's folder")
-    add.add_argument("file", metavar="FILE", help="a YAML file with adapters, and defaults if need be")
-    add.set_defaults(run=_add, engine="inbox")
-    stop = commands.add_parser("stop", help="end an adapter of a run behind its current step, and export it")
+    added = add("add", _add, "inbox", "add the adapters of a file to a run while it runs")
+    added.add_argument("run_dir", metavar="RUN", help="the run's folder")
+    added.add_argument("file", metavar="FILE", help="a YAML file with adapters, and defaults if need be")
+    stop = add("stop", _stop, "inbox", "end an adapter of a run behind its current step, and export it")
     stop.add_argument("run_dir", metavar="RUN", help="the run's folder")
     stop.add_argument("name", metavar="NAME", help="the adapter")
-    stop.set_defaults(run=_stop, engine="inbox")
-    verify = commands.add_parser("verify", help="load a run's adapters with PEFT and compare logits with the engine's")
+    verify = add("verify", _verify, "verify", "load a run's adapters with PEFT and compare logits with the engine's")
     verify.add_argument("output_dir", help="the run's folder")
-    verify.set_defaults(run=_verify, engine="verify")
-    check = commands.add_parser(
-        "check", help="read and tokenize everything, show what would be trained on, train nothing"
-    )
+    check = add("check", _check, "check", "read and tokenize everything, show what would be trained on, train nothing")
     check.add_argument("config", help="a YAML file")
-    check.add_argument("--set", action="append", default=[], metavar="A.B=C", help="change one key of the file")
-    check.set_defaults(run=_check, engine="check")
-    schema = commands.add_parser("schema", help="print a JSON schema of configuration files, for completion in editors")
-    schema.set_defaults(run=_schema)
-    init = commands.add_parser("init", help="write a commented configuration file for data files")
+    _add_set(check, "change one key of the file")
+    add("schema", _schema, "", "print a JSON schema of configuration files, for completion in editors")
+    init = add("init", _init, "", "write a commented configuration file for data files")
     init.add_argument("files", metavar="DATA", nargs="+", help="a data file; each becomes an adapter")
     init.add_argument("--output", default="run.yaml", metavar="CONFIG", help="the file to write (run.yaml)")
     init.add_argument("--base-model", default=_STARTER_MODEL, metavar="MODEL", help=f"({_STARTER_MODEL})")
-    init.set_defaults(run=_init)
-    _add_after_training(commands)
-    env = commands.add_parser("env", help="show versions and devices, for bug reports")
-    env.set_defaults(run=_env)
+    _add_after_training(add)
+    add("env", _env, "", "show versions and devices, for bug reports")
     return parser
 
 
-def _add_after_training(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def _command(
+    commands: argparse._SubParsersAction[argparse.ArgumentParser],
+    name: str,
+    run: Callable[[argparse.Namespace], int],
+    engine: str,
+    summary: str,
+    epilog: str | None = None,
+) -> argparse.ArgumentParser:
+    """A command that calls ``run``; the module of ``mlora.engine`` that it needs, "" for none, is imported before."""
+    parser = commands.add_parser(name, help=summary, epilog=epilog)
+    parser.set_defaults(run=run, engine=engine)
+    return parser
+
+
+def _add_set(parser: argparse.ArgumentParser, what: str) -> None:
+    parser.add_argument("--set", action="append", default=[], metavar="A.B=C", help=what)
+
+
+def _add_after_training(add: Callable[..., argparse.ArgumentParser]) -> None:
     """The commands that use adapters."""
-    merge = commands.add_parser("merge", help="add an adapter into its base model: a model folder for any loader")
+    merge = add("merge", _merge, "merge", "add an adapter into its base model: a model folder for any loader")
     merge.add_argument("adapter", metavar="ADAPTER", help="the adapter's folder, such as RUN/adapters/NAME")
     merge.add_argument("output", metavar="FOLDER", help="a new folder")
     merge.add_argument("--base", metavar="MODEL", help="the base model, if not where the adapter says")
@@ -187,15 +196,13 @@ def _add_after_training(commands: argparse._SubParsersAction[argparse.ArgumentPa
         action="store_true",
         help="merge into what the weights of its quantised base stand for, not into the original ones",
     )
-    merge.set_defaults(run=_merge, engine="merge")
-    export = commands.add_parser("export", help="write an adapter in another form")
+    export = add("export", _export, "portable", "write an adapter in another form")
     export.add_argument("adapter", metavar="ADAPTER", help="the adapter's folder, such as RUN/adapters/NAME")
     export.add_argument("output", metavar="FOLDER", help="a new folder")
     export.add_argument(
         "--portable", action="store_true", required=True, help="rsLoRA's scaling folded into lora_alpha"
     )
-    export.set_defaults(run=_export, engine="portable")
-    generate = commands.add_parser("generate", help="let adapters, or their base model, answer prompts")
+    generate = add("generate", _generate, "generate", "let adapters, or their base model, answer prompts")
     _add_models(generate)
     asked = generate.add_mutually_exclusive_group(required=True)
     asked.add_argument("--prompt", action="append", metavar="TEXT", help="a user's turn; may stand several times")
@@ -204,9 +211,7 @@ def _add_after_training(commands: argparse._SubParsersAction[argparse.ArgumentPa
     generate.add_argument(
         "--plain", action="store_true", help="go on with --prompt as it stands, without chat template"
     )
-    generate.add_argument(
-        "--set", action="append", default=[], metavar="A.B=C", help="how to read FILE: dataset.format=…"
-    )
+    _add_set(generate, "how to read FILE: dataset.format=…")
     generate.add_argument("--max-new-tokens", type=int, default=128, metavar="N", help="of each answer (128)")
     generate.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0 (the default) is greedy")
     generate.add_argument(
@@ -214,30 +219,22 @@ def _add_after_training(commands: argparse._SubParsersAction[argparse.ArgumentPa
     )
     generate.add_argument("--seed", type=int, default=42, metavar="N", help="of the draws (42)")
     generate.add_argument("--batch-size", type=int, default=16, metavar="N", help="answers made at once (16)")
-    generate.set_defaults(run=_generate, engine="generate")
-    evaluate = commands.add_parser(
-        "eval", help="loss, perplexity and accuracy of adapters, or their base model, on a file"
+    evaluate = add(
+        "eval", _eval, "evaluate", "loss, perplexity and accuracy of adapters, or their base model, on a file"
     )
     _add_models(evaluate)
     evaluate.add_argument("--file", required=True, metavar="FILE", help="a data file")
-    evaluate.add_argument(
-        "--set", action="append", default=[], metavar="A.B=C", help="how to read FILE: max_length=2048"
-    )
-    evaluate.set_defaults(run=_eval, engine="evaluate")
-    compare = commands.add_parser("compare", help="the adapters of several runs side by side")
+    _add_set(evaluate, "how to read FILE: max_length=2048")
+    compare = add("compare", _compare, "compare", "the adapters of several runs side by side")
     compare.add_argument("runs", nargs="+", metavar="RUN", help="a run's folder")
     compare.add_argument("--picture", metavar="FILE", help="draw loss, rate and speed as PNG")
-    compare.set_defaults(run=_compare, engine="compare")
-    report = commands.add_parser("report", help="write a run's report: one page with curves, data and configuration")
+    report = add("report", _report, "report", "write a run's report: one page with curves, data and configuration")
     report.add_argument("run_dir", metavar="RUN", help="the run's folder")
     report.add_argument("--output", metavar="FILE", help="the page; its curves go beside it (RUN/report.html)")
-    report.set_defaults(run=_report, engine="report")
 
 
 def _add_models(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "adapters", nargs="*", metavar="ADAPTER", help="an adapter's folder, or a run's with all of them"
-    )
+    parser.add_argument("places", nargs="*", metavar="ADAPTER", help="an adapter's folder, or a run's with all of them")
     parser.add_argument("--base", metavar="MODEL", help="the base model, if not the one that the adapters name")
     parser.add_argument("--with-base", action="store_true", help="the base model without an adapter, too")
     parser.add_argument(
@@ -252,14 +249,12 @@ def _add_models(parser: argparse.ArgumentParser) -> None:
 def _models(arguments: argparse.Namespace) -> Models:
     from mlora.engine.use import Models
 
-    return Models(
-        arguments.adapters,
-        base=arguments.base,
-        with_base=arguments.with_base,
-        dtype=arguments.dtype,
-        device=arguments.device,
-        stages=arguments.stages,
-    )
+    return _made(Models, arguments)
+
+
+def _made(kind: type[Made], arguments: argparse.Namespace) -> Made:
+    """A dataclass whose fields are called as the arguments are."""
+    return kind(**{field.name: getattr(arguments, field.name) for field in fields(kind)})  # type: ignore[arg-type]
 
 
 class _Log(io.FileIO):
@@ -347,10 +342,8 @@ def _plan(arguments: argparse.Namespace) -> int:
     found = plan(mlora.load_config(arguments.config, arguments.set), arguments.stages)
     print(found.text())
     picture = Path(arguments.picture)
-    try:
+    with writable(f"--picture {picture}"):
         found.write(picture)
-    except OSError as error:
-        raise UserError(f"--picture {picture}: cannot be written: {error.strerror}") from None
     print(f"picture: {picture}; trace for Chrome or Perfetto: {picture.with_suffix('.trace.json')}")
     return _OK
 
@@ -448,12 +441,7 @@ def _export(arguments: argparse.Namespace) -> int:
 def _generate(arguments: argparse.Namespace) -> int:
     from mlora.engine.generate import Sampling, generate, read_prompts, text_prompt
 
-    sampling = Sampling(
-        max_new_tokens=arguments.max_new_tokens,
-        temperature=arguments.temperature,
-        top_p=arguments.top_p,
-        seed=arguments.seed,
-    )
+    sampling = _made(Sampling, arguments)
     if arguments.file and (arguments.system is not None or arguments.plain):
         raise UserError("--system and --plain go with --prompt; in a file the rows say it")
     if arguments.prompt and arguments.set:
@@ -496,10 +484,8 @@ def _compare(arguments: argparse.Namespace) -> int:
     curves = read_curves(arguments.runs)
     print(comparison_table(curves))
     if arguments.picture:
-        try:
+        with writable(f"--picture {arguments.picture}"):
             Path(arguments.picture).write_bytes(draw(curves))
-        except OSError as error:
-            raise UserError(f"--picture {arguments.picture}: cannot be written: {error.strerror}") from None
         print(f"picture: {arguments.picture}")
     return _OK
 

@@ -21,13 +21,14 @@ from typing import Any, Literal
 import yaml
 
 from mlora import names
+from mlora.files import readable
 from mlora.types import LINEAR_MODULES, UserError
 
 _HEAD_MODULES = ("embed_tokens", "lm_head", "wte", "embed_in", "embed_out")
 _INITS = (True, False, "gaussian", "orthogonal")
 
 # Keys of PEFT that the engine knows and does not do: the value that changes nothing, and why any other is refused.
-_REFUSED: dict[str, tuple[tuple[object, ...], str]] = {
+REFUSED: dict[str, tuple[tuple[object, ...], str]] = {
     "use_dora": ((False, None), "DoRA normalises the merged weight, which a shared frozen product cannot do"),
     "use_qalora": ((False, None), "QALoRA pools the input of each adapter, which a shared product cannot do"),
     "use_bdlora": ((False, None), "block-diagonal A or B are not stored in blocks here"),
@@ -54,7 +55,6 @@ _REFUSED: dict[str, tuple[tuple[object, ...], str]] = {
 }
 GRID = {"r": "r", "learning_rate": "lr", "lora_alpha": "alpha"}  # what a grid is over, and how a name tells it
 ROW_SUFFIXES = (".jsonl", ".csv", ".tsv", ".parquet", ".arrow")  # of files that hold rows and never a configuration
-REFUSED_KEYS = frozenset(_REFUSED)
 # Keys of transformers and Axolotl for what has another name here.
 _ELSEWHERE = {
     "bnb_4bit_quant_type": "quantization: nf4 or fp4",
@@ -154,9 +154,7 @@ class AdapterConfig:
     max_nonfinite_steps: int = 3  # this many skipped steps in a row end the adapter as failed
     eval_dataset: DatasetConfig | None = None  # rows of another file to evaluate on
     val_size: float = 0.0  # or so many rows of the dataset, below 1 a share of them, held out of training
-    eval_steps: float | tuple[float, ...] = (
-        0.1  # evaluate every n steps, below 1 a share of all; a list: at these shares
-    )
+    eval_steps: float | tuple[float, ...] = 0.1  # every n steps, below 1 a share of all; a list: at these shares
     load_best_model_at_end: bool = False  # export the weights with the lowest eval_loss, not the last ones
     early_stopping_patience: int | None = None  # end after so many evaluations without a lower eval_loss
     early_stopping_threshold: float = 0.0  # lower by more than this
@@ -289,9 +287,7 @@ class RunConfig:
     output_dir: Path = Path("runs/default")
     dtype: Literal["auto", "float32", "bfloat16", "float16", "float64"] = "auto"  # of the frozen model
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    quantization: Literal["nf4", "fp4", "int8", "fp8"] | None = (
-        None  # of the frozen linears; default: as they are stored
-    )
+    quantization: Literal["nf4", "fp4", "int8", "fp8"] | None = None  # of the frozen linears; default: as stored
     double_quantization: bool | None = None  # of nf4's and fp4's scales too; default: as they are stored, else false
     quantization_skip_modules: tuple[str, ...] = ()  # linears that are not quantised, by names or their ends
     microbatch_tokens: int | Literal["auto"] = "auto"  # the most rows of one microbatch; a longer sample goes alone
@@ -334,10 +330,10 @@ def _tree(path: Path) -> dict[str, Any]:
     init = f"mlora init {path} writes a configuration for it"
     if path.suffix.lower() in ROW_SUFFIXES:
         raise UserError(f"{path}: is a file of data and not a configuration; {init}")
+    with readable(path):
+        text = path.read_bytes()
     try:
-        tree = _yaml(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read: {error.strerror}") from None
+        tree = _yaml(text.decode())
     except ValueError as error:
         raise UserError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from None
     if not isinstance(tree, dict):
@@ -575,10 +571,10 @@ def _drop_refused(tree: Mapping[str, Any], place: str) -> dict[str, Any]:
     """The tree without PEFT keys that change nothing. Raises where one asks for what the engine does not do."""
     rest = {}
     for key, value in tree.items():
-        if key not in _REFUSED:
+        if key not in REFUSED:
             rest[key] = value
-        elif value not in _REFUSED[key][0]:
-            raise UserError(f"{place}.{key}: {value!r} is not supported: {_REFUSED[key][1]}; leave it out")
+        elif value not in REFUSED[key][0]:
+            raise UserError(f"{place}.{key}: {value!r} is not supported: {REFUSED[key][1]}; leave it out")
     return rest
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from mlora.types import Note, UserError
@@ -211,8 +212,8 @@ def canonical(
             name = aliases[key]
             if name in tree or name in plain:
                 raise UserError(f"{where}: is another name of {name}, which is given too; keep one of them")
-            plain[name] = _VALUES.get(key, _same)(value, where)
-            _note(f"{where}: read as {name}: {_shown(plain[name])}")
+            plain[name] = _VALUES[key](value, where) if key in _VALUES else value
+            _note(f"{where}: read as {name}: {'…' if isinstance(plain[name], list | dict) else plain[name]}")
         elif key in DTYPES and place == "":
             _set_dtype(plain, tree, key, value)
         elif key in _IDLE:
@@ -232,10 +233,6 @@ def canonical(
 
 def _note(text: str) -> None:
     warnings.warn(text, Note, stacklevel=4)
-
-
-def _shown(value: object) -> object:
-    return "…" if isinstance(value, list | dict) else value
 
 
 def _check_fixed(key: str, value: object, where: str) -> None:
@@ -268,14 +265,6 @@ def _value(key: str, value: object, where: str) -> object:
     return value
 
 
-def _same(value: object, where: str) -> object:
-    return value
-
-
-def _optimizer(value: object, where: str) -> object:
-    return _value("optim", value, where)
-
-
 def _share(value: object, where: str) -> object:
     """A ratio of all steps is a warmup_steps below 1; 1 would there be one step."""
     try:
@@ -304,15 +293,10 @@ def _recompute(value: object, where: str) -> object:
     return True if value == "unsloth" else value
 
 
-def _one_file(value: object, where: str) -> object:
+def _one(value: object, where: str, instead: str) -> object:
+    """What stands in a list alone."""
     if isinstance(value, list) and len(value) != 1:
-        raise UserError(f"{where}: several files are a list under dataset: [first.jsonl, second.jsonl]")
-    return value[0] if isinstance(value, list) else value
-
-
-def _one_data_set(value: object, where: str) -> object:
-    if isinstance(value, list) and len(value) != 1:
-        raise UserError(f"{where}: one data set is evaluated on; write eval_dataset")
+        raise UserError(f"{where}: {instead}")
     return value[0] if isinstance(value, list) else value
 
 
@@ -322,13 +306,13 @@ def _format(value: object, where: str) -> object:
 
 _VALUES: dict[str, Callable[[object, str], object]] = {
     "warmup_ratio": _share,
-    "optimizer": _optimizer,
+    "optimizer": partial(_value, "optim"),
     "lora_target": _targets,
     "lora_target_modules": _targets,
     "lora_target_linear": _all_linear,
     "use_gradient_checkpointing": _recompute,
-    "data_files": _one_file,
-    "test_datasets": _one_data_set,
+    "data_files": partial(_one, instead="several files are a list under dataset: [first.jsonl, second.jsonl]"),
+    "test_datasets": partial(_one, instead="one data set is evaluated on; write eval_dataset"),
     "type": _format,
     "formatting": _format,
 }

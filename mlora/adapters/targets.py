@@ -37,7 +37,10 @@ def match_targets(config: AdapterConfig, num_layers: int) -> tuple[str, ...]:
 def _matching(targets: str | Sequence[str], names: list[str], place: str) -> set[str]:
     found: set[str] = set()
     for target in (targets,) if isinstance(targets, str) else targets:
-        matches = _full_matches(target, names, place) if isinstance(targets, str) else _suffix_matches(target, names)
+        if isinstance(targets, str):
+            matches = _full_matches(target, names, place)
+        else:
+            matches = {name for name in names if name == target or name.endswith("." + target)}
         if not matches:
             raise UserError(
                 f"{place}: {target!r} matches no module; there are {', '.join(LINEAR_MODULES)} in "
@@ -53,10 +56,6 @@ def _hint(targets: str | Sequence[str]) -> str:
         return ""
     name = targets if targets in LINEAR_MODULES else LINEAR_MODULES[0]
     return f"; a string is all-linear or a regular expression for the whole name, and a name stands in a list: [{name}]"
-
-
-def _suffix_matches(target: str, names: list[str]) -> set[str]:
-    return {name for name in names if name == target or name.endswith("." + target)}
 
 
 def _full_matches(pattern: str, names: list[str], place: str) -> set[str]:

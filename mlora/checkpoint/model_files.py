@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from mlora.checkpoint.peft_files import sync_path
+from mlora.files import whole_folder
 from mlora.types import UserError
 
 DTYPES = {"float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16"}  # torch's name: safetensors'
@@ -87,19 +87,11 @@ def new_folder(folder: Path, size: int) -> Iterator[Path]:
     Raises UserError where there is something already, or with ``size``, the bytes that were needed, where the disk does
     not take them.
     """
-    staging = folder.with_name(f".{folder.name}.partial")
     if folder.is_file() or (folder.is_dir() and any(folder.iterdir())):
         raise UserError(f"{folder}: is there already; give a new folder, or remove it")
     try:
-        shutil.rmtree(staging, ignore_errors=True)
-        staging.mkdir(parents=True)
-        yield staging
-        for path in (*staging.rglob("*"), staging):
-            sync_path(path)
-        staging.rename(folder)
-        sync_path(folder.parent)
+        with whole_folder(folder) as staging:
+            yield staging
     except OSError as error:
         reason = error.strerror or error
         raise UserError(f"{folder}: cannot be written, it needs {size:,} bytes: {reason}") from None
-    finally:
-        shutil.rmtree(staging, ignore_errors=True)

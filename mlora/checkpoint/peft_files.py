@@ -7,8 +7,6 @@ and ``adapter_config.json`` with the fields of ``peft.LoraConfig``.
 from __future__ import annotations
 
 import json
-import os
-import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -17,6 +15,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
 from mlora.config import AdapterConfig
+from mlora.files import whole_folder
 from mlora.types import LINEAR_MODULES, UserError
 
 _WEIGHTS, _CONFIG = "adapter_model.safetensors", "adapter_config.json"
@@ -52,26 +51,15 @@ def write_adapter(
     tensors = _peft_tensors(matrices)
     _refuse_empty(targets, matrices, tensors)
     text = json.dumps(_peft_config(config, base_model, targets), indent=2, sort_keys=True, ensure_ascii=False)
-    staging, old = folder.with_name(f".{folder.name}.partial"), folder.with_name(f".{folder.name}.old.partial")
-    shutil.rmtree(staging, ignore_errors=True)
     try:
-        staging.mkdir(parents=True)
-        (staging / _WEIGHTS).write_bytes(_serialized(tensors, quantised))
-        (staging / _CONFIG).write_text(text + "\n", encoding="utf-8")
-        _compare(tensors, _read_tensors(staging / _WEIGHTS), staging / _WEIGHTS)
-        extras(staging)
-        _sync(staging)
-        if folder.exists():
-            shutil.rmtree(old, ignore_errors=True)
-            folder.rename(old)
-        staging.rename(folder)
-        sync_path(folder.parent)
+        with whole_folder(folder) as staging:
+            (staging / _WEIGHTS).write_bytes(_serialized(tensors, quantised))
+            (staging / _CONFIG).write_text(text + "\n", encoding="utf-8")
+            _compare(tensors, _read_tensors(staging / _WEIGHTS), staging / _WEIGHTS)
+            extras(staging)
     except Exception as error:  # a full disk is an OSError, a SafetensorError or, from tokenizers, a bare Exception
         size = sum(tensor.nbytes for tensor in tensors.values())
         raise ExportError(f"{folder} cannot be written, it needs {size:,} bytes: {error}") from error
-    finally:
-        for left in (staging, old):
-            shutil.rmtree(left, ignore_errors=True)
 
 
 def read_adapter(folder: Path) -> tuple[dict[str, object], dict[str, tuple[torch.Tensor, torch.Tensor]]]:
@@ -211,17 +199,3 @@ def _compare(written: Mapping[str, torch.Tensor], read: Mapping[str, torch.Tenso
     )
     if not same:
         raise ExportError(f"{path} does not read back as it was written; is the disk sound?")
-
-
-def _sync(folder: Path) -> None:
-    for path in (*folder.iterdir(), folder):
-        sync_path(path)
-
-
-def sync_path(path: Path) -> None:
-    """Bring a file, or a folder's list of names, to the disk."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -11,6 +11,7 @@ import json
 import re
 import shutil
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ import safetensors.torch
 import torch
 from safetensors import SafetensorError
 
-from mlora.checkpoint.peft_files import sync_path
+from mlora.files import readable, sha256_of, whole_folder
 from mlora.types import UserError
 
 STATE, MANIFEST = "state.safetensors", "manifest.json"
@@ -73,27 +74,20 @@ def is_version(path: Path) -> bool:
 def write_version(folder: Path, manifest: Manifest, tensors: Mapping[str, torch.Tensor], keep: int) -> Path:
     """Write the next version into ``folder`` and delete all but the last ``keep``.
 
-    It is brought to the disk under a hidden name, the manifest last, and then renamed, so that a crash at any moment
-    leaves either the whole version or none. Raises WriteError with the bytes that were needed.
+    A crash at any moment leaves either the whole version or none. Raises WriteError with the bytes that were needed.
     """
     before = versions(folder)
     target = folder / f"{_number(before[-1]) + 1 if before else 1:06d}-step{manifest.step}"
-    staging = folder / f".{target.name}.partial"
     try:
-        folder.mkdir(parents=True, exist_ok=True)
         for left in folder.glob(".*.partial"):
             shutil.rmtree(left)
-        staging.mkdir()
-        safetensors.torch.save_file(dict(tensors), staging / STATE)
-        (staging / MANIFEST).write_text(_sealed(manifest, staging / STATE), encoding="utf-8")
-        for path in (staging / STATE, staging / MANIFEST, staging):
-            sync_path(path)
-        staging.rename(target)
-        sync_path(folder)
+        with whole_folder(target) as staging:
+            safetensors.torch.save_file(dict(tensors), staging / STATE)
+            (staging / MANIFEST).write_text(_sealed(manifest, staging / STATE), encoding="utf-8")
     except (OSError, SafetensorError) as error:
-        shutil.rmtree(staging, ignore_errors=True)
         size = sum(tensor.nbytes for tensor in tensors.values())
-        raise WriteError(f"{target} cannot be written, it needs {size:,} bytes: {_reason(error)}") from error
+        reason = getattr(error, "strerror", None) or error
+        raise WriteError(f"{target} cannot be written, it needs {size:,} bytes: {reason}") from error
     for path in versions(folder)[:-keep]:
         shutil.rmtree(path, ignore_errors=True)
     return target
@@ -108,10 +102,8 @@ def read_version(folder: Path) -> Version:
     """A version, checked against its sums. Raises UserError naming the file that is missing, cut off or edited."""
     manifest, size, sha256 = _opened(folder)
     path = folder / STATE
-    try:
+    with readable(path):
         data = path.read_bytes()
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read: {error.strerror}") from None
     if len(data) != size:
         raise UserError(f"{path}: has {len(data):,} bytes, and {size:,} were written")
     if hashlib.sha256(data).hexdigest() != sha256:
@@ -120,6 +112,14 @@ def read_version(folder: Path) -> Version:
         return Version(folder=folder, manifest=manifest, tensors=safetensors.torch.load(data))
     except SafetensorError as error:
         raise UserError(f"{path}: cannot be read as safetensors: {error}") from None
+
+
+def newest_manifest(folder: Path) -> tuple[Path, Manifest] | None:
+    """The newest version of an adapter whose manifest is sound; its tensors are not read."""
+    for path in reversed(versions(folder)):
+        with suppress(UserError):
+            return path, read_manifest(path)
+    return None
 
 
 def newest_sound(folder: Path, tell: Callable[[str], object] = print) -> Version | None:
@@ -146,9 +146,8 @@ def _number(path: Path) -> int:
 
 def _sealed(manifest: Manifest, state: Path) -> str:
     """The manifest's text, with the sums of the state and of itself."""
-    with state.open("rb") as file:
-        sha256 = hashlib.file_digest(file, "sha256").hexdigest()
-    body = {"format": _FORMAT, **asdict(manifest), "files": {STATE: {"bytes": state.stat().st_size, "sha256": sha256}}}
+    sums = {"bytes": state.stat().st_size, "sha256": sha256_of(state)}
+    body = {"format": _FORMAT, **asdict(manifest), "files": {STATE: sums}}
     return json.dumps(body | {"sha256": _sum(body)}, indent=2, sort_keys=True) + "\n"
 
 
@@ -159,10 +158,10 @@ def _sum(body: Mapping[str, Any]) -> str:
 def _opened(folder: Path) -> tuple[Manifest, int, str]:
     """The manifest, and the size and sha256 of the state."""
     path = folder / MANIFEST
+    with readable(path):
+        data = path.read_bytes()
     try:
-        body = json.loads(path.read_bytes())
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read: {error.strerror}") from None
+        body = json.loads(data)
     except (ValueError, RecursionError) as error:
         raise UserError(f"{path}: cannot be read as a checkpoint's manifest: {error}") from None
     own = body.pop("sha256", None) if isinstance(body, dict) else None
@@ -172,7 +171,3 @@ def _opened(folder: Path) -> tuple[Manifest, int, str]:
         raise UserError(f"{path}: has format {body['format']}, and this version of mLoRA reads {_FORMAT}")
     state = body["files"][STATE]
     return Manifest(**{field.name: body[field.name] for field in fields(Manifest)}), state["bytes"], state["sha256"]
-
-
-def _reason(error: Exception) -> str:
-    return (error.strerror or str(error)) if isinstance(error, OSError) else str(error)

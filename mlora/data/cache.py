@@ -10,13 +10,14 @@ import hashlib
 import itertools
 import json
 import mmap
-import os
 import shutil
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
+from functools import reduce
+from operator import add
 from pathlib import Path
 from typing import BinaryIO
 
@@ -24,6 +25,7 @@ import numpy as np
 
 from mlora.data.sampler import Share, shares
 from mlora.data.sources import Source
+from mlora.files import sha256_of, sync_path
 from mlora.types import IGNORE, Encoded, Row, UserError
 
 EncodeRows = Callable[[Sequence[Row]], Sequence[Encoded | str]]  # text: the reason why the row is dropped
@@ -45,6 +47,10 @@ class DataStats:
     dropped: Mapping[str, int]
     tokens: int
     target_tokens: int
+
+    def __add__(self, other: DataStats) -> DataStats:
+        sums = {f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self) if f.name != "dropped"}
+        return DataStats(dropped=dict(Counter(self.dropped) + Counter(other.dropped)), **sums)
 
     def summary(self) -> str:
         """One line for the log."""
@@ -127,21 +133,10 @@ def join_tokens(parts: Sequence[TokenData], weights: Sequence[float] | None) -> 
     return TokenData(
         lengths=np.concatenate([part.lengths for part in parts]),
         target_tokens=np.concatenate([part.target_tokens for part in parts]),
-        stats=_sum_stats([part.stats for part in parts]),
+        stats=reduce(add, (part.stats for part in parts)),
         digest=hashlib.sha256(facts.encode()).hexdigest(),
         shares=drawn,
         _stores=tuple(store for part in parts for store in part._stores),
-    )
-
-
-def _sum_stats(parts: Sequence[DataStats]) -> DataStats:
-    return DataStats(
-        rows=sum(part.rows for part in parts),
-        kept=sum(part.kept for part in parts),
-        truncated=sum(part.truncated for part in parts),
-        dropped=dict(sum((Counter(part.dropped) for part in parts), Counter())),
-        tokens=sum(part.tokens for part in parts),
-        target_tokens=sum(part.target_tokens for part in parts),
     )
 
 
@@ -193,7 +188,7 @@ def _publish(folder: Path, entry: Path) -> None:
             entry.rename(damaged)
             folder.rename(entry)
         shutil.rmtree(damaged, ignore_errors=True)
-    _sync_folder(entry.parent)
+    sync_path(entry.parent)
 
 
 def _write(source: Source, encode: EncodeRows, folder: Path) -> None:
@@ -201,9 +196,9 @@ def _write(source: Source, encode: EncodeRows, folder: Path) -> None:
     try:
         for rows in _batches(source.rows()):
             writer.add(encode(rows), len(rows))
-        if not writer.kept:
-            reasons = _reasons(writer.dropped)
-            raise UserError(f"{source.name}: none of its {writer.rows:,} rows can be trained on: {reasons}")
+        if not writer.stats.kept:
+            reasons = ", ".join(f"{reason} ({count:,})" for reason, count in sorted(writer.stats.dropped.items()))
+            raise UserError(f"{source.name}: none of its {writer.stats.rows:,} rows can be trained on: {reasons}")
         writer.finish()
     finally:
         writer.close()
@@ -214,10 +209,6 @@ def _batches(rows: Iterator[Row]) -> Iterator[list[Row]]:
         yield batch
 
 
-def _reasons(dropped: Mapping[str, int]) -> str:
-    return ", ".join(f"{reason} ({count:,})" for reason, count in sorted(dropped.items()))
-
-
 class _Writer:
     """Appends encoded rows to the arrays of an entry and hashes what it writes; nothing stays in memory."""
 
@@ -225,19 +216,24 @@ class _Writer:
         self._folder = folder
         self._files: dict[str, BinaryIO] = {name: (folder / name).open("wb") for name in _ARRAYS}
         self._hashes = {name: hashlib.sha256() for name in _ARRAYS}
-        self.rows = self.kept = self._truncated = self._tokens = self._target_tokens = 0
-        self.dropped: Counter[str] = Counter()
+        self.stats = DataStats(rows=0, kept=0, truncated=0, dropped={}, tokens=0, target_tokens=0)
 
     def add(self, results: Sequence[Encoded | str], rows: int) -> None:
         """Write the results of one batch of ``rows`` rows."""
         assert len(results) == rows, "encode must return one result for each row"
-        self.rows += rows
-        self.dropped.update(reason for reason in results if isinstance(reason, str))
         kept = [encoded for encoded in results if isinstance(encoded, Encoded)]
-        if kept:
-            self._add_kept(kept)
+        tokens, target_tokens = self._add_kept(kept) if kept else (0, 0)
+        self.stats += DataStats(
+            rows=rows,
+            kept=len(kept),
+            truncated=sum(encoded.truncated for encoded in kept),
+            dropped=Counter(reason for reason in results if isinstance(reason, str)),
+            tokens=tokens,
+            target_tokens=target_tokens,
+        )
 
-    def _add_kept(self, kept: Sequence[Encoded]) -> None:
+    def _add_kept(self, kept: Sequence[Encoded]) -> tuple[int, int]:
+        """Returns how many tokens, and how many that are predicted."""
         lengths = np.array([len(encoded.input_ids) for encoded in kept])
         starts = np.cumsum(lengths) - lengths
         labels = np.fromiter(itertools.chain.from_iterable(e.labels for e in kept), np.int32)
@@ -247,13 +243,10 @@ class _Writer:
         predicted[starts] = False  # nothing predicts a row's first token
         target_tokens = np.add.reduceat(predicted, starts, dtype=np.int64)
         self._append("ids", np.fromiter(itertools.chain.from_iterable(e.input_ids for e in kept), np.int32))
-        self._append("starts", starts + self._tokens)
+        self._append("starts", starts + self.stats.tokens)
         self._append("lengths", lengths)
         self._append("target_tokens", target_tokens)
-        self.kept += len(kept)
-        self._truncated += sum(encoded.truncated for encoded in kept)
-        self._tokens += int(lengths.sum())
-        self._target_tokens += int(target_tokens.sum())
+        return int(lengths.sum()), int(target_tokens.sum())
 
     def _append(self, name: str, values: np.ndarray) -> None:
         data = values.astype(_ARRAYS[name]).tobytes()
@@ -262,43 +255,18 @@ class _Writer:
 
     def finish(self) -> None:
         """Write the counts and, last, the hashes, and bring everything to the disk."""
-        stats = json.dumps(asdict(self._stats())).encode()
+        stats = json.dumps(asdict(self.stats)).encode()
         hashes = {name: digest.hexdigest() for name, digest in self._hashes.items()}
         hashes[_STATS] = hashlib.sha256(stats).hexdigest()
-        for file in self._files.values():
-            _sync(file)
-        for name, data in ((_STATS, stats), (_HASHES, json.dumps(hashes).encode())):
-            with (self._folder / name).open("wb") as file:
-                file.write(data)
-                _sync(file)
-        _sync_folder(self._folder)
-
-    def _stats(self) -> DataStats:
-        return DataStats(
-            rows=self.rows,
-            kept=self.kept,
-            truncated=self._truncated,
-            dropped=dict(self.dropped),
-            tokens=self._tokens,
-            target_tokens=self._target_tokens,
-        )
+        self.close()
+        (self._folder / _STATS).write_bytes(stats)
+        (self._folder / _HASHES).write_bytes(json.dumps(hashes).encode())
+        for path in (*self._folder.iterdir(), self._folder):
+            sync_path(path)
 
     def close(self) -> None:
         for file in self._files.values():
             file.close()
-
-
-def _sync(file: BinaryIO) -> None:
-    file.flush()
-    os.fsync(file.fileno())
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _open(entry: Path) -> TokenData | None:
@@ -307,7 +275,8 @@ def _open(entry: Path) -> TokenData | None:
         sums = (entry / _HASHES).read_bytes()
         hashes = json.loads(sums)
         for name in (*_ARRAYS, _STATS):
-            _check(entry / name, hashes[name])
+            if sha256_of(entry / name) != hashes[name]:
+                return None
         stats = DataStats(**json.loads((entry / _STATS).read_bytes()))
         arrays = {name: np.memmap(entry / name, dtype=kind, mode="r") for name, kind in _ARRAYS.items()}
     except (OSError, ValueError, TypeError, KeyError):
@@ -327,9 +296,3 @@ def _check_size(array: np.ndarray) -> None:
     mapped = array.base
     if isinstance(mapped, mmap.mmap) and mapped.size() < array.nbytes:
         raise OSError(f"the token cache of its data was cut to {mapped.size():,} of {array.nbytes:,} bytes")
-
-
-def _check(path: Path, sha256: str) -> None:
-    with path.open("rb") as file:
-        if hashlib.file_digest(file, "sha256").hexdigest() != sha256:
-            raise ValueError(f"{path}: does not match its hash")

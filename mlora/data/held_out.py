@@ -8,6 +8,7 @@ from fractions import Fraction
 import numpy as np
 
 from mlora.data.cache import TokenData
+from mlora.ops.random import shuffled
 from mlora.types import UserError
 
 _EPOCH = 2**64 - 1  # of the order from which rows are held out; no training reaches it
@@ -21,6 +22,5 @@ def hold_out(data: TokenData, size: float, seed: int) -> tuple[TokenData, TokenD
     rows = int(size) if size >= 1 else math.ceil(Fraction(str(size)) * len(data))
     if rows >= len(data):
         raise UserError(f"val_size: {size:g} holds out {rows:,} of its {len(data):,} rows, so none is left to train on")
-    words = np.random.Philox(key=np.array([seed, _EPOCH], dtype=np.uint64)).random_raw(len(data))
-    order = np.argsort(words, kind="stable")
+    order = shuffled((seed, _EPOCH), 0, len(data))
     return data.rows(np.sort(order[rows:])), data.rows(np.sort(order[:rows]))

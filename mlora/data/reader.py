@@ -10,11 +10,13 @@ import codecs
 import json
 import re
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import BinaryIO
 
 from mlora.data import tables
+from mlora.files import readable
 from mlora.types import Row, UserError
 
 _LFS_POINTER = b"version https://git-lfs.github.com/spec/"
@@ -42,13 +44,10 @@ def read_rows(path: Path) -> Iterator[Row]:
     """
     kind = file_kind(path)
     found = False
-    try:
-        with path.open("rb") as file:
-            for row in _READERS[kind](file, path):
-                found = True
-                yield row
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read: {error.strerror or error}") from None
+    with readable(path), path.open("rb") as file:
+        for row in _READERS[kind](file, path):
+            found = True
+            yield row
     if not found:
         raise UserError(f"{path}: holds no rows; {_EMPTY.get(kind, 'give a file with some')}")
 
@@ -56,11 +55,8 @@ def read_rows(path: Path) -> Iterator[Row]:
 def file_kind(path: Path) -> str:
     """What a file is: array, lines, csv, tsv, parquet, arrow or arrow-stream. Raises UserError as ``read_rows``."""
     check_file(path)
-    try:
-        with path.open("rb") as file:
-            head = file.read(_CHUNK)
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read: {error.strerror}") from None
+    with readable(path), path.open("rb") as file:
+        head = file.read(_CHUNK)
     if head.startswith(_LFS_POINTER):
         raise UserError(f"{path}: is a Git-LFS pointer and not the data; run `git lfs pull` to fetch it")
     for mark, kind in _PACKED.items():
@@ -74,34 +70,23 @@ def file_kind(path: Path) -> str:
     if path.suffix.lower() in (".parquet", ".arrow"):
         name = path.suffix.removeprefix(".").capitalize()
         raise UserError(f"{path}: does not begin as a {name} file does; is it cut off, or named wrongly?")
-    return "array" if _is_array(head) else "lines"
+    return "array" if head.removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"[") else "lines"
 
 
 def check_file(path: Path) -> None:
     """Raises UserError where there is no regular file: opening a pipe would wait for ever."""
-    try:
+    with readable(path):
         mode = path.stat().st_mode
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read: {error.strerror}") from None
     if stat.S_ISDIR(mode):
         raise UserError(f"{path}: is a folder; give its files, as a list under dataset")
     if not stat.S_ISREG(mode):
         raise UserError(f"{path}: is not a regular file; write the rows to a file first")
 
 
-def _is_array(head: bytes) -> bool:
-    return head.removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"[")
-
-
 def _read_lines(file: BinaryIO, path: Path) -> Iterator[Row]:
-    for line, raw in enumerate(file, 1):
-        bom = codecs.BOM_UTF8 if line == 1 else b""
-        try:
-            text = raw.removeprefix(bom).decode("utf-8").rstrip("\r\n")
-        except UnicodeDecodeError:
-            raise tables.bad_utf8(path, line, raw) from None
-        if text.strip(" \t\r"):
-            yield _row(_parse_line(text, path, line), path, line)
+    for line, text in enumerate(tables.text_lines(file, path), 1):
+        if text.strip(" \t\r\n"):
+            yield _row(_parse_line(text.rstrip("\r\n"), path, line), path, line)
 
 
 def _parse_line(text: str, path: Path, line: int) -> object:
@@ -144,14 +129,12 @@ _EMPTY = {
     "csv": "give a line of column names and a line for each row",
     "tsv": "give a line of column names and a line for each row",
 }
-_READERS = {
+_READERS: dict[str, Callable[[BinaryIO, Path], Iterator[Row]]] = {
     "array": _read_array,
     "lines": _read_lines,
-    "csv": tables.read_csv,
-    "tsv": tables.read_tsv,
-    "parquet": tables.read_parquet,
-    "arrow": tables.read_arrow_file,
-    "arrow-stream": tables.read_arrow_stream,
+    "csv": partial(tables.read_separated, delimiter=","),
+    "tsv": partial(tables.read_separated, delimiter="\t"),
+    **{kind: partial(tables.read_columns, kind=kind) for kind in tables.MARKS.values()},
 }
 
 
@@ -224,14 +207,8 @@ class _Buffer:
         try:
             self._text = self._text[self._at :] + self._decoder.decode(data, final=self._ended)
         except UnicodeDecodeError:
-            raise self._find_bad_utf8() from None
+            self._file.seek(0)
+            for _ in tables.text_lines(self._file, self._path):  # names the byte
+                pass
+            raise
         self._at = 0
-
-    def _find_bad_utf8(self) -> UserError:
-        self._file.seek(0)
-        for line, raw in enumerate(self._file, 1):
-            try:
-                raw.decode("utf-8")
-            except UnicodeDecodeError:
-                return tables.bad_utf8(self._path, line, raw)
-        raise AssertionError("called for a file that is valid UTF-8")

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from mlora.ops.random import shuffled
 from mlora.types import UserError
 
 _MOST = 1 << 26  # rows of an epoch: its order takes some 32 bytes for each
@@ -45,8 +46,7 @@ class Sampler:
     With ``sources``, whose rows follow each other, a source of which an epoch takes more than its rows is in it whole
     as often as it fits, and for the rest with rows that are drawn anew for each epoch.
 
-    The order of an epoch comes from the counter-based generator Philox (Salmon et al., 2011) keyed by seed and epoch.
-    Sorting its raw words keeps the order independent of numpy's version, which ``Generator.permutation`` is not.
+    The order of an epoch is a function of seed and epoch (mlora.ops.random).
     """
 
     def __init__(self, rows: int, seed: int, rows_per_step: int, sources: Sequence[Share] = ()) -> None:
@@ -77,17 +77,11 @@ class Sampler:
             for place, source in enumerate(self._sources):
                 drawn.append(first + self._draw(epoch, place, source))
                 first += source.rows
-            self._order = epoch, np.concatenate(drawn)[self._shuffled(epoch, 0, self._rows)]
+            self._order = epoch, np.concatenate(drawn)[shuffled((self._seed, epoch), 0, self._rows)]
         return self._order[1]
 
     def _draw(self, epoch: int, place: int, source: Share) -> np.ndarray:
         """The rows of one source that an epoch takes."""
         whole, rest = divmod(source.drawn, source.rows)
-        some = self._shuffled(epoch, 1 + place, source.rows)[:rest] if rest else np.arange(0)
+        some = shuffled((self._seed, epoch), 1 + place, source.rows)[:rest] if rest else np.arange(0)
         return np.concatenate([np.tile(np.arange(source.rows), whole), some])
-
-    def _shuffled(self, epoch: int, stream: int, rows: int) -> np.ndarray:
-        """Numbers below ``rows`` in an order that (seed, epoch, stream) decides."""
-        counter = np.array([0, 0, 0, stream], dtype=np.uint64)
-        key = np.array([self._seed, epoch], dtype=np.uint64)
-        return np.argsort(np.random.Philox(key=key, counter=counter).random_raw(rows), kind="stable")

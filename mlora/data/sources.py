@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import os
 import re
@@ -14,6 +13,7 @@ from typing import Any
 
 from mlora.config import ROW_SUFFIXES, DatasetConfig
 from mlora.data.reader import check_file, file_kind, read_rows
+from mlora.files import readable, sha256_of
 from mlora.types import Row, UserError
 
 _COMMIT = re.compile(r"[0-9a-f]{40}")
@@ -34,11 +34,8 @@ class FileSource:
     def content(self) -> str:
         """A hash of all that decides which rows there are. Raises UserError where the file cannot be read."""
         self._check()
-        try:
-            with self.path.open("rb") as file:
-                digest = hashlib.file_digest(file, "sha256").hexdigest()
-        except OSError as error:
-            raise UserError(f"{self.path}: cannot be read: {error.strerror}") from None
+        with readable(self.path):
+            digest = sha256_of(self.path)
         return f"{digest} {file_kind(self.path)} {self.max_samples}"
 
     def stamp(self) -> tuple[int, ...]:

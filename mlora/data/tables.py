@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import codecs
 import csv
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -16,32 +15,13 @@ _BATCH = 1000  # rows that are held as objects at once
 _LONGEST = 1 << 30  # characters of one cell; the csv module's own limit is 131,072
 
 
-def bad_utf8(path: Path, line: int, raw: bytes) -> UserError:
-    """The error for a line that is no UTF-8, with the place of its first bad byte."""
-    try:
-        raw.decode("utf-8")
-    except UnicodeDecodeError as error:
-        place = f"{path}:{line}:{error.start + 1}"
-        return UserError(f"{place}: byte 0x{raw[error.start]:02x} is not valid UTF-8; save the file as UTF-8")
-    raise AssertionError("called for a line that is valid UTF-8")
-
-
-def read_csv(file: BinaryIO, path: Path) -> Iterator[Row]:
+def read_separated(file: BinaryIO, path: Path, delimiter: str) -> Iterator[Row]:
     """The rows of a file whose first line names the columns. A cell may hold line breaks inside double quotes.
 
     Every value is text, as it stands there; an empty cell is empty text.
     """
-    return _read_separated(file, path, ",")
-
-
-def read_tsv(file: BinaryIO, path: Path) -> Iterator[Row]:
-    """The same with tabs between the columns."""
-    return _read_separated(file, path, "\t")
-
-
-def _read_separated(file: BinaryIO, path: Path, delimiter: str) -> Iterator[Row]:
     csv.field_size_limit(_LONGEST)
-    reader = csv.reader(_text_lines(file, path), delimiter=delimiter, strict=True)
+    reader = csv.reader(text_lines(file, path), delimiter=delimiter, strict=True)
     names: list[str] | None = None
     while True:
         line = reader.line_num + 1
@@ -64,12 +44,16 @@ def _read_separated(file: BinaryIO, path: Path, delimiter: str) -> Iterator[Row]
             yield Row(dict(zip(names, cells, strict=True)), str(path), line)
 
 
-def _text_lines(file: BinaryIO, path: Path) -> Iterator[str]:
+def text_lines(file: BinaryIO, path: Path) -> Iterator[str]:
+    """The lines of a text, with their ends and without a byte order mark."""
     for line, raw in enumerate(file, 1):
         try:
-            yield raw.removeprefix(codecs.BOM_UTF8 if line == 1 else b"").decode("utf-8")
-        except UnicodeDecodeError:
-            raise bad_utf8(path, line, raw) from None
+            text = raw.decode("utf-8")
+        except UnicodeDecodeError as error:
+            place = f"{path}:{line}:{error.start + 1}"
+            bad = f"byte 0x{raw[error.start]:02x} is not valid UTF-8; save the file as UTF-8"
+            raise UserError(f"{place}: {bad}") from None
+        yield text.removeprefix("\ufeff") if line == 1 else text
 
 
 def _check_names(names: Sequence[str], delimiter: str, path: Path, line: int) -> None:
@@ -85,42 +69,30 @@ def _check_names(names: Sequence[str], delimiter: str, path: Path, line: int) ->
             raise UserError(f"{place}: two columns are called {name!r}; give each its own name")
 
 
-def read_parquet(file: BinaryIO, path: Path) -> Iterator[Row]:
-    """The rows of a Parquet file."""
+def read_columns(file: BinaryIO, path: Path, kind: str) -> Iterator[Row]:
+    """The rows of a Parquet file, or of an Arrow file in either format."""
     pyarrow = _pyarrow(path)
-    try:
-        parquet = pyarrow.parquet.ParquetFile(file)
-        yield from _rows(parquet.iter_batches(batch_size=_BATCH), path)
-    except pyarrow.ArrowException as error:
-        raise _damaged(path, "Parquet", error) from None
-
-
-def read_arrow_file(file: BinaryIO, path: Path) -> Iterator[Row]:
-    """The rows of an Arrow file in the file format, also called Feather 2."""
-    pyarrow = _pyarrow(path)
-    try:
-        reader = pyarrow.ipc.open_file(file)
-        yield from _rows((reader.get_batch(i) for i in range(reader.num_record_batches)), path)
-    except pyarrow.ArrowException as error:
-        raise _damaged(path, "Arrow", error) from None
-
-
-def read_arrow_stream(file: BinaryIO, path: Path) -> Iterator[Row]:
-    """The rows of an Arrow file in the streaming format, which ``save_to_disk`` of datasets writes."""
-    pyarrow = _pyarrow(path)
-    try:
-        yield from _rows(pyarrow.ipc.open_stream(file), path)
-    except pyarrow.ArrowException as error:
-        raise _damaged(path, "Arrow", error) from None
-
-
-def _rows(batches: Any, path: Path) -> Iterator[Row]:
     line = 0
-    for batch in batches:
-        for first in range(0, batch.num_rows, _BATCH):
-            for value in batch.slice(first, _BATCH).to_pylist():
-                line += 1
-                yield Row(value, str(path), line)
+    try:
+        for batch in _batches(pyarrow, file, kind):
+            for first in range(0, batch.num_rows, _BATCH):
+                for value in batch.slice(first, _BATCH).to_pylist():
+                    line += 1
+                    yield Row(value, str(path), line)
+    except pyarrow.ArrowException as error:
+        reason = " ".join(str(error).split())[:200]
+        name = kind.split("-")[0].capitalize()
+        raise UserError(f"{path}: is no whole {name} file: {reason}; is it cut off?") from None
+
+
+def _batches(pyarrow: ModuleType, file: BinaryIO, kind: str) -> Iterator[Any]:
+    if kind == "parquet":
+        yield from pyarrow.parquet.ParquetFile(file).iter_batches(batch_size=_BATCH)
+    elif kind == "arrow":  # the file format, also called Feather 2
+        reader = pyarrow.ipc.open_file(file)
+        yield from (reader.get_batch(i) for i in range(reader.num_record_batches))
+    else:  # the streaming format, which ``save_to_disk`` of datasets writes
+        yield from pyarrow.ipc.open_stream(file)
 
 
 def _pyarrow(path: Path) -> ModuleType:
@@ -130,8 +102,3 @@ def _pyarrow(path: Path) -> ModuleType:
     except ImportError:
         raise UserError(f"{path}: needs the package pyarrow: pip install 'mlora-engine[data]'") from None
     return pyarrow
-
-
-def _damaged(path: Path, kind: str, error: Exception) -> UserError:
-    reason = " ".join(str(error).split())[:200]
-    return UserError(f"{path}: is no whole {kind} file: {reason}; is it cut off?")

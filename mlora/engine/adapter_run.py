@@ -88,6 +88,11 @@ class AdapterRun:
         return math.ceil(self.config.num_train_epochs * self.sampler.steps_per_epoch)
 
     @property
+    def evaluated(self) -> int:
+        """Behind which step it was evaluated last."""
+        return self.evaluations[-1].step if self.evaluations else 0
+
+    @property
     def cost(self) -> float:
         """Tokens of the training that is left, on average: what the adapter costs a pipeline."""
         return (self.total_steps - len(self.reports)) * self.config.rows_per_step * float(self.data.lengths.mean())
@@ -99,11 +104,11 @@ class AdapterRun:
         if self._evaluation_planned < self._planned and self._evaluates(self._planned):
             assert self.held_out is not None
             self._evaluation_planned = self._planned
-            samples, targets = _in_order(self.held_out, range(len(self.held_out)))
+            samples, targets = in_order(self.held_out, range(len(self.held_out)))
             return Evaluation(self.index, self._planned - 1, samples, targets)
         if self._planned == self.total_steps:
             return None
-        samples, targets = _in_order(self.data, self.sampler.indices(self._planned))
+        samples, targets = in_order(self.data, self.sampler.indices(self._planned))
         self._tokens_of_step[self._planned] = sum(sample.length for sample in samples)
         self._planned += 1
         return StepPlan(self.index, self._planned - 1, samples, targets)
@@ -111,7 +116,7 @@ class AdapterRun:
     def rewind(self) -> None:
         """Plan again what comes behind the last step and the last evaluation that are done."""
         self._planned = len(self.reports)
-        self._evaluation_planned = self.evaluations[-1].step if self.evaluations else 0
+        self._evaluation_planned = self.evaluated
         self._scores = []
 
     def record(self) -> Record:
@@ -140,6 +145,36 @@ class AdapterRun:
         else:
             self._nonfinite_in_a_row = 0 if parked else record.nonfinite_in_a_row
 
+    def step_report(
+        self, step: int, loss: float, grad_norm: float, rate: float, tokens: int, skipped: bool
+    ) -> StepReport:
+        """What ``step`` (from 0) came to."""
+        return StepReport(
+            adapter=self.config.name,
+            step=step + 1,
+            total_steps=self.total_steps,
+            epoch=self.sampler.epoch(step),
+            loss=loss,
+            grad_norm=grad_norm,
+            learning_rate=rate,
+            num_tokens=tokens,
+            skipped=skipped,
+        )
+
+    def evaluation_report(
+        self, done: int, loss: float, correct: int, targets: int, before: Sequence[EvaluationReport]
+    ) -> EvaluationReport:
+        """What an evaluation behind ``done`` steps came to; ``before`` are those before it."""
+        return EvaluationReport(
+            adapter=self.config.name,
+            step=done,
+            total_steps=self.total_steps,
+            loss=loss,
+            correct_tokens=correct,
+            target_tokens=targets,
+            best=is_lower(loss, before),
+        )
+
     def close_step(self, segment: Segment, loss_sum: float, squares: Sequence[float]) -> StepDecision:
         """Decide how the step that ``segment`` ends is taken, report it, and end the adapter where it is time.
 
@@ -153,18 +188,7 @@ class AdapterRun:
         rate = learning_rate(self.config, step, self.total_steps)
         finite = math.isfinite(loss) and math.isfinite(grad_norm)
         self._count(finite, step)
-        report = StepReport(
-            adapter=self.config.name,
-            step=step + 1,
-            total_steps=self.total_steps,
-            epoch=self.sampler.epoch(step),
-            loss=loss,
-            grad_norm=grad_norm,
-            learning_rate=rate,
-            num_tokens=self._tokens,
-            skipped=not finite,
-        )
-        self.reports.append(report)
+        self.reports.append(self.step_report(step, loss, grad_norm, rate, self._tokens, not finite))
         coefficient = clip_coefficient(grad_norm, self.config.max_grad_norm) if finite else 0.0
         best = best_of(self.evaluations)
         keep = self.config.load_best_model_at_end and best is not None and best.step == step
@@ -180,16 +204,8 @@ class AdapterRun:
             return None
         losses, correct = zip(*self._scores, strict=True)
         self._scores = []
-        loss = exact_sum(losses) / segment.target_tokens
-        report = EvaluationReport(
-            adapter=self.config.name,
-            step=segment.step + 1,
-            total_steps=self.total_steps,
-            loss=loss,
-            correct_tokens=int(sum(correct)),
-            target_tokens=segment.target_tokens,
-            best=is_lower(loss, self.evaluations),
-        )
+        loss, count = exact_sum(losses) / segment.target_tokens, segment.target_tokens
+        report = self.evaluation_report(segment.step + 1, loss, int(sum(correct)), count, self.evaluations)
         self.evaluations.append(report)
         self._count_evaluation(report)
         return report
@@ -223,7 +239,7 @@ class AdapterRun:
             self.state = "ended"
 
 
-def _in_order(data: TokenData, indices: Iterable[int]) -> tuple[tuple[SampleRef, ...], int]:
+def in_order(data: TokenData, indices: Iterable[int]) -> tuple[tuple[SampleRef, ...], int]:
     """The rows in canonical order, longest first, then index; and how many target tokens they have."""
     ordered = sorted(indices, key=lambda i: (-int(data.lengths[i]), i))
     samples = tuple(SampleRef(i, ordinal, int(data.lengths[i])) for ordinal, i in enumerate(ordered))

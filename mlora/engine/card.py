@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from mlora.engine.adapter_run import AdapterRun
+from mlora.engine.base import Base
 from mlora.engine.evaluation import best_of
-from mlora.models.spec import Quantization
 
 _TEXT = """\
 ---
@@ -30,12 +30,12 @@ model = AutoPeftModelForCausalLM.from_pretrained("{name}")  # this folder
 """
 
 
-def model_card(adapter: AdapterRun, base_model: str, quantization: Quantization | None = None) -> str:
+def model_card(adapter: AdapterRun, base: Base) -> str:
     """What was trained, on what, and how to load it."""
     config = adapter.config
     return _TEXT.format(
-        base_model=base_model,
-        quantised=f" with its linears kept as {quantization}" if quantization else "",
+        base_model=base.name,
+        quantised=f" with its linears kept as {base.quantization}" if base.quantization else "",
         name=config.name,
         data=", ".join(f"`{source.label}`" for source in config.sources),
         rows=len(adapter.data),

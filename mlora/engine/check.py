@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerFast
 from mlora.config import RunConfig
 from mlora.data import TokenData
 from mlora.engine.adapter_run import AdapterRun
-from mlora.engine.device import choose_device, choose_dtype
+from mlora.engine.base import Base, open_base
 from mlora.engine.evaluation import is_due
 from mlora.engine.init_from import load_initial
 from mlora.engine.layout import layer_counts
@@ -20,13 +20,10 @@ from mlora.engine.loggers import check_installed
 from mlora.engine.memory import MemoryModel
 from mlora.engine.output import check_free, check_inputs
 from mlora.engine.prepare import prepare_adapter
-from mlora.models.quantised import check_quantization, choose_quantization
-from mlora.models.spec import ModelSpec, Quantization, linear_shapes, load_spec
-from mlora.models.tokenizer import load_tokenizer
-from mlora.models.weights import Checkpoint, resolve_base_model
+from mlora.models.quantised import check_quantization
+from mlora.models.spec import ModelSpec, linear_shapes
 from mlora.types import IGNORE, UserError
 
-_SAMPLES = 3
 _SHOWN = 1200  # characters of a sample; of a longer one the beginning and the end are shown
 _BINS, _BAR = 8, 40
 _PROBE = "Aa éÅ ß ñ ж 中 あ 한 ע 🙂 ½ “”\t\n  x"
@@ -43,44 +40,40 @@ class Check:
 def check(config: RunConfig) -> Check:
     """Look at all adapters, also behind one that is at fault. Raises UserError for the model or the whole run."""
     check_inputs(config)
-    folder = resolve_base_model(config.base_model)
-    spec = load_spec(folder)
+    base = open_base(config)
     cut = config.pipeline
-    layer_counts(spec, cut.stages or len(cut.layers or [spec.num_layers]), cut.layers)
-    quantization = choose_quantization(config, spec, Checkpoint(folder, spec))
-    print(f"weights    {_weights(config, spec, quantization)}", flush=True)
-    tokenizer = load_tokenizer(folder, spec.vocab_size)
-    for warning in (*_missing_here(config, quantization), *tokenizer_warnings(tokenizer)):
+    layer_counts(base.spec, cut.stages or len(cut.layers or [base.spec.num_layers]), cut.layers)
+    print(f"weights    {_weights(base)}", flush=True)
+    for warning in (*_missing_here(config, base), *tokenizer_warnings(base.tokenizer)):
         print(f"warning: {warning}", flush=True)
     texts, errors = {}, []
     for index, adapter in enumerate(config.adapters):
         try:
-            prepared = prepare_adapter(index, adapter, spec, tokenizer)
-            load_initial(prepared, spec, config.base_model)
-            texts[adapter.name] = "\n".join(_lines(prepared, spec, tokenizer))
+            prepared = prepare_adapter(index, adapter, base)
+            load_initial(prepared, base)
+            texts[adapter.name] = "\n".join(_lines(prepared, base))
         except UserError as error:
             errors.append(str(error))
     return Check(adapters=texts, errors=tuple(errors))
 
 
-def _missing_here(config: RunConfig, quantization: Quantization | None) -> Iterator[str]:
+def _missing_here(config: RunConfig, base: Base) -> Iterator[str]:
     """What would keep a run from starting on this machine, where it may run on another."""
-    device = choose_device(config.device)
     try:
         check_free(config.output_dir)
         check_installed(config.report_to)
-        check_quantization(quantization, choose_dtype(config.dtype, device), device)
+        check_quantization(base.quantization, base.dtype, base.device)
     except UserError as error:
         yield f"a run would not start here: {error}"
 
 
-def _weights(config: RunConfig, spec: ModelSpec, quantization: Quantization | None) -> str:
+def _weights(base: Base) -> str:
     """What the frozen model takes on one device, with how its linears are kept. Needs no bitsandbytes."""
-    dtype = choose_dtype(config.dtype, choose_device(config.device))
+    layers, quantization = (base.spec.num_layers,), base.quantization
     model = MemoryModel(
-        spec=spec, dtype=dtype, layers=(spec.num_layers,), in_flight=(1,), adapters=(), quantization=quantization
+        spec=base.spec, dtype=base.dtype, layers=layers, in_flight=(1,), adapters=(), quantization=quantization
     )
-    name, size = str(dtype).removeprefix("torch."), model.need(0, 0, False).weights / 2**20
+    name, size = str(base.dtype).removeprefix("torch."), model.need(0, 0, False).weights / 2**20
     kept = f"linears {quantization}, the rest {name}" if quantization else f"all {name}"
     return f"{size:,.2f} MiB in one stage: {kept}"
 
@@ -101,17 +94,17 @@ def tokenizer_warnings(tokenizer: PreTrainedTokenizerFast) -> list[str]:
     return found
 
 
-def _lines(adapter: AdapterRun, spec: ModelSpec, tokenizer: PreTrainedTokenizerFast) -> Iterator[str]:
-    data, stats = adapter.data, adapter.data.stats
+def _lines(adapter: AdapterRun, base: Base) -> Iterator[str]:
+    data, stats, tokenizer = adapter.data, adapter.data.stats, base.tokenizer
     dropped = ", ".join(f"{count:,} {reason}" for reason, count in sorted(stats.dropped.items())) or "none"
     yield f"rows       {stats.rows:,} read, {stats.kept:,} kept, {stats.truncated:,} of them cut at their end"
     yield f"dropped    {dropped}"
     yield f"tokens     {stats.tokens:,}, trained {stats.target_tokens:,} ({stats.target_tokens / stats.tokens:.1%})"
     yield from _labelled("lengths", _histogram(data.lengths))
-    yield from _labelled("modules", _modules(adapter, spec))
+    yield from _labelled("modules", _modules(adapter, base.spec))
     yield from _labelled("training", _training(adapter))
     yield from _labelled("warning", _warnings(adapter, tokenizer))
-    for number, index in enumerate(_spread(len(data)), 1):
+    for number, index in enumerate(sorted({0, len(data) // 2, len(data) - 1}), 1):
         title = f"sample {number}: {data.lengths[index]} tokens, {data.target_tokens[index]} of them trained"
         yield f"{title}; trained text stands in [[ ]]"
         yield from (f"  | {line}" for line in _marked(data, index, tokenizer).split("\n"))
@@ -173,11 +166,6 @@ def _warnings(adapter: AdapterRun, tokenizer: PreTrainedTokenizerFast) -> list[s
     if len(data) < config.rows_per_step:
         found.append(f"a step takes {config.rows_per_step} rows and there are {len(data)}: each step is a whole epoch")
     return found
-
-
-def _spread(rows: int) -> list[int]:
-    """The first, a middle and the last row."""
-    return sorted({0, rows // 2, rows - 1})[:_SAMPLES]
 
 
 def _marked(data: TokenData, index: int, tokenizer: PreTrainedTokenizerFast) -> str:

@@ -13,8 +13,9 @@ from torch import Tensor
 
 from mlora.checkpoint.versions import Manifest, Version, newest_sound, write_version
 from mlora.config import AdapterConfig
-from mlora.engine.adapter_run import AdapterRun, Record, StepReport
-from mlora.engine.evaluation import EvaluationReport, is_lower
+from mlora.engine.adapter_run import AdapterRun, Record
+from mlora.engine.base import Base
+from mlora.engine.evaluation import EvaluationReport
 from mlora.models.spec import ModelSpec, Quantization, linear_shapes
 from mlora.types import UserError
 
@@ -33,17 +34,15 @@ _FIXED = (
 _SIZES = ("hidden_size", "layers", "vocab_size")
 
 
-def base_facts(
-    spec: ModelSpec, model_digest: str, dtype: torch.dtype, device: torch.device, quantization: Quantization | None
-) -> dict[str, Any]:
+def base_facts(base: Base) -> dict[str, Any]:
     """What identifies the frozen model and how it is computed."""
-    sizes = {"hidden_size": spec.hidden_size, "layers": spec.num_layers, "vocab_size": spec.vocab_size}
+    spec = base.spec
     return {
-        **sizes,
-        "model": model_digest,
-        "dtype": str(dtype).removeprefix("torch."),
-        "device": device.type,
-        "quantization": _quantization_fact(quantization),
+        **{"hidden_size": spec.hidden_size, "layers": spec.num_layers, "vocab_size": spec.vocab_size},
+        "model": base.digest,
+        "dtype": str(base.dtype).removeprefix("torch."),
+        "device": base.device.type,
+        "quantization": _quantization_fact(base.quantization),
     }
 
 
@@ -58,7 +57,7 @@ def write_checkpoint(
     adapter: AdapterRun,
     record: Record,
     tensors: Mapping[str, Tensor],
-    base: Mapping[str, Any],
+    base: Base,
     keep: int,
 ) -> Path:
     """Write ``adapter`` as it was at ``record`` into its own folder under ``folder``. Raises WriteError."""
@@ -70,7 +69,7 @@ def write_checkpoint(
         reason=record.reason,
         nonfinite_in_a_row=record.nonfinite_in_a_row,
         config=adapter.config.plain(),
-        base=dict(base),
+        base=base_facts(base),
         data=_data_digest(adapter),
         saved=time.time(),
     )
@@ -105,23 +104,22 @@ class Resume:
     folder: Path
     allow_changed: bool
 
-    def apply(
-        self, adapters: Sequence[AdapterRun], parked: Collection[str], spec: ModelSpec, base: Mapping[str, Any]
-    ) -> None:
+    def apply(self, adapters: Sequence[AdapterRun], parked: Collection[str], base: Base) -> None:
         """Put every adapter where its newest sound checkpoint was; those without one begin at their first step.
 
         Raises UserError that names all keys whose change would give other bits, unless they may change; and always
         where the tensors are not those of the adapter.
         """
         changes: list[str] = []
+        facts = base_facts(base)
         for adapter in adapters:
             version = newest_sound(self.folder / adapter.config.name, _tell)
             if version is None:
                 _tell(f"{adapter.config.name}: no checkpoint; it begins at its first step")
                 continue
-            _check_base(version, base)
-            _check_shapes(version, adapter, spec)
-            changes += _changes(version, adapter, base)
+            _check_base(version, facts)
+            _check_shapes(version, adapter, base.spec)
+            changes += _changes(version, adapter, facts)
             _resume(adapter, version)
             how = "goes on" if adapter.state == "waiting" else f"stays {adapter.state}"
             _tell(f"{adapter.config.name}: {how} behind step {version.manifest.step} of {adapter.total_steps}")
@@ -157,46 +155,21 @@ def _tell(text: str) -> None:
 
 def _record(version: Version, adapter: AdapterRun) -> Record:
     manifest = version.manifest
+    steps = version.tensors[_HISTORY].tolist()
+    evaluations: list[EvaluationReport] = []
+    for done, loss, correct, targets in version.tensors.get(_EVALUATIONS, torch.zeros(0, 4)).tolist():
+        evaluations.append(adapter.evaluation_report(int(done), loss, int(correct), int(targets), evaluations))
     return Record(
         step=manifest.step,
         total_steps=manifest.total_steps,
         state=manifest.state,  # type: ignore[arg-type]  # sealed: written by us from a State
         reason=manifest.reason,
         nonfinite_in_a_row=manifest.nonfinite_in_a_row,
-        reports=tuple(_report(adapter, i, row) for i, row in enumerate(version.tensors[_HISTORY].tolist())),
-        evaluations=tuple(_evaluations(adapter, version)),
-    )
-
-
-def _evaluations(adapter: AdapterRun, version: Version) -> list[EvaluationReport]:
-    found: list[EvaluationReport] = []
-    rows = version.tensors[_EVALUATIONS].tolist() if _EVALUATIONS in version.tensors else []
-    for step, loss, correct, tokens in rows:
-        report = EvaluationReport(
-            adapter=adapter.config.name,
-            step=int(step),
-            total_steps=adapter.total_steps,
-            loss=loss,
-            correct_tokens=int(correct),
-            target_tokens=int(tokens),
-            best=is_lower(loss, found),
-        )
-        found.append(report)
-    return found
-
-
-def _report(adapter: AdapterRun, step: int, row: Sequence[float]) -> StepReport:
-    loss, grad_norm, rate, tokens, skipped = row
-    return StepReport(
-        adapter=adapter.config.name,
-        step=step + 1,
-        total_steps=adapter.total_steps,
-        epoch=adapter.sampler.epoch(step),
-        loss=loss,
-        grad_norm=grad_norm,
-        learning_rate=rate,
-        num_tokens=int(tokens),
-        skipped=bool(skipped),
+        reports=tuple(
+            adapter.step_report(step, loss, grad_norm, rate, int(tokens), bool(skipped))
+            for step, (loss, grad_norm, rate, tokens, skipped) in enumerate(steps)
+        ),
+        evaluations=tuple(evaluations),
     )
 
 

@@ -11,10 +11,11 @@ from dataclasses import MISSING, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from mlora.checkpoint.versions import read_manifest, versions
+from mlora.checkpoint.versions import newest_manifest
 from mlora.config import DatasetConfig
 from mlora.engine.output import CHECKPOINTS, METRICS
 from mlora.engine.status import read_status
+from mlora.files import readable
 from mlora.types import UserError
 
 _UNTOLD = ("name",)  # keys of an adapter that differ always
@@ -91,10 +92,8 @@ def _read_run(run: Path, name: str) -> list[Curve]:
         )
         for adapter, entry in status["adapters"].items()
     }
-    try:
+    with readable(run / METRICS):
         lines = (run / METRICS).read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError as error:
-        raise UserError(f"{run / METRICS}: cannot be read: {error.strerror}") from None
     tokens = dict.fromkeys(curves, 0)
     for line in lines:
         with suppress(ValueError, KeyError, TypeError):  # a line that a crash has cut, or of another kind
@@ -115,11 +114,9 @@ def _read_run(run: Path, name: str) -> list[Curve]:
 
 def _keys(checkpoints: Path) -> dict[str, Any]:
     """The adapter's keys, from its newest checkpoint with a sound manifest."""
-    for folder in reversed(versions(checkpoints)):
-        with suppress(UserError):
-            config = read_manifest(folder).config
-            return {key: value for block in config for key, value in _flat(block, config[block]).items()}
-    return {}
+    newest = newest_manifest(checkpoints)
+    config = newest[1].config if newest else {}
+    return {key: value for block in config for key, value in _flat(block, config[block]).items()}
 
 
 def _flat(key: str, value: Any) -> dict[str, Any]:

@@ -8,10 +8,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, islice
 
-import torch
-
 from mlora.config import AdapterConfig
 from mlora.data import TokenData, open_source, open_tokens
+from mlora.engine.adapter_run import in_order
 from mlora.engine.batches import packed_inputs
 from mlora.engine.device import row_bucket
 from mlora.engine.prepare import cache_folder
@@ -19,13 +18,12 @@ from mlora.engine.progress import Progress
 from mlora.engine.ranks import run_stages
 from mlora.engine.requests import Requests
 from mlora.engine.use import Models, Use
+from mlora.engine.worker import Seat
 from mlora.models.spec import load_spec
 from mlora.models.tokenizer import load_tokenizer
 from mlora.ops.exact import exact_sum
 from mlora.pipeline.executor import Decider, Entry, Executor, Window
 from mlora.pipeline.schedule import Position
-from mlora.pipeline.transport.base import Transport
-from mlora.pipeline.transport.control import Control
 from mlora.tasks import SftTask
 from mlora.types import Microbatch, SampleRef, Segment, StepDecision, UserError
 
@@ -76,17 +74,9 @@ class _Lead:
         self._scores: dict[int, list[Sequence[float]]] = {slot: [] for slot in job.names}
         self._progress = Progress("evaluating", len(self._data) * len(job.names), "rows")
 
-    def run(
-        self,
-        device: torch.device,
-        transport: Transport | None,
-        stages: Control | None,
-        requests: Requests,
-        ask: Callable[[str], None],
-        world: Control | None = None,
-    ) -> list[Evaluation]:
+    def run(self, seat: Seat, requests: Requests, ask: Callable[[str], None]) -> list[Evaluation]:
         self._requests = requests
-        _walk(self.job, device, transport, self._windows(device, stages), self)
+        _walk(self.job, seat, self._windows(seat), self)
         return [self._evaluation(slot) for slot in self.job.names]
 
     def evaluated(self, microbatch: Microbatch, scores: Sequence[Sequence[float]]) -> None:
@@ -103,19 +93,19 @@ class _Lead:
     def close_step(self, *_: object) -> StepDecision:
         raise AssertionError("nothing is trained")
 
-    def _windows(self, device: torch.device, stages: Control | None) -> Iterator[Window]:
-        bucket = row_bucket(device, self.job.dtype)
+    def _windows(self, seat: Seat) -> Iterator[Window]:
+        bucket = row_bucket(seat.device, self.job.dtype)
         every = chain.from_iterable(_microbatches(self._data, slot, bucket) for slot in self.job.names)
         numbered = (replace(microbatch, index=index) for index, microbatch in enumerate(every))
         while part := list(islice(numbered, _WINDOW)):
             inputs = {m.index: packed_inputs(m, lambda _: self._data, _raise_unreadable) for m in part}
             positions = tuple(Position(index=m.index, microbatch=m, forward_only=True) for m in part)
             window = Window(entries=(), positions=positions, inputs=inputs)
-            if stages is not None:
-                stages.publish(window)
+            if seat.stages is not None:
+                seat.stages.publish(window)
             yield window
-        if stages is not None:
-            stages.publish(None)
+        if seat.stages is not None:
+            seat.stages.publish(None)
 
     def _evaluation(self, slot: int) -> Evaluation:
         losses, hits = zip(*self._scores[slot], strict=True)
@@ -129,19 +119,14 @@ class _Lead:
         )
 
 
-def _follow(job: Use, device: torch.device, transport: Transport, control: Control) -> None:
-    _walk(job, device, transport, iter(control.next, None))
+def _follow(job: Use, seat: Seat) -> None:
+    assert seat.stages is not None
+    _walk(job, seat, iter(seat.stages.next, None))
 
 
-def _walk(
-    job: Use,
-    device: torch.device,
-    transport: Transport | None,
-    windows: Iterable[Window],
-    decider: Decider | None = None,
-) -> None:
-    stage = job.open_stage(device, transport)
-    Executor(stage, transport, job.in_flight, job.first_layers, _meet_nobody, decider).run(windows)
+def _walk(job: Use, seat: Seat, windows: Iterable[Window], decider: Decider | None = None) -> None:
+    stage = job.open_stage(seat)
+    Executor(stage, seat.transport, job.in_flight, job.first_layers, _meet_nobody, decider).run(windows)
 
 
 def _meet_nobody(entry: Entry) -> None:
@@ -151,9 +136,7 @@ def _meet_nobody(entry: Entry) -> None:
 def _microbatches(data: TokenData, slot: int, bucket: Callable[[int], int]) -> Iterator[Microbatch]:
     """All samples, longest first, in microbatches of up to so many rows; a longer one goes alone."""
     waiting: list[SampleRef] = []
-    order = sorted(range(len(data)), key=lambda i: (-int(data.lengths[i]), i))
-    for ordinal, i in enumerate(order):
-        sample = SampleRef(i, ordinal, int(data.lengths[i]))
+    for sample in in_order(data, range(len(data)))[0]:
         if waiting and sum(s.length for s in waiting) + sample.length > _MICROBATCH_ROWS:
             yield _microbatch(waiting, slot, bucket)
             waiting = []

@@ -6,14 +6,14 @@ import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import torch
-from transformers import PreTrainedTokenizerBase
 
 from mlora.checkpoint.peft_files import ExportError, write_adapter
 from mlora.checkpoint.versions import WriteError, versions
+from mlora.config import RunConfig
 from mlora.engine.adapter_run import AdapterRun, Record
+from mlora.engine.base import Base
 from mlora.engine.cadence import Cadence
 from mlora.engine.card import model_card
 from mlora.engine.checkpoints import best_matrices, write_checkpoint
@@ -21,7 +21,6 @@ from mlora.engine.output import ADAPTERS, CHECKPOINTS
 from mlora.engine.recorder import Recorder
 from mlora.engine.status import Status
 from mlora.models.quantised import to_note
-from mlora.models.spec import Quantization
 from mlora.pipeline.executor import Entry
 from mlora.pipeline.transport.control import Control
 
@@ -57,33 +56,24 @@ class Exporter:
     """Writes checkpoints and exports one after another, in the order in which the stream brings them.
 
     Args:
-        output_dir: the run folder.
-        base: what identifies the base model, for checkpoints.
-        base_model: its name, for exports. quantization: how its linears are kept in ``dtype``, for exports too.
+        config: of the run.
+        base: the frozen model.
         collector: brings the snapshots of the stages behind the first.
-        keep: checkpoints of an adapter that are kept.
         recorder: notes which adapters were parked.
         status: shows what was written.
     """
 
     def __init__(
         self,
-        output_dir: Path,
-        base: Mapping[str, Any],
-        base_model: str,
-        tokenizer: PreTrainedTokenizerBase,
+        config: RunConfig,
+        base: Base,
         collector: Collector,
         cadence: Cadence,
-        keep: int,
         recorder: Recorder,
         status: Status,
-        quantization: Quantization | None,
-        dtype: torch.dtype,
     ) -> None:
-        self._output_dir, self._base, self._base_model, self._tokenizer = output_dir, base, base_model, tokenizer
-        self._collector, self._cadence, self._keep = collector, cadence, keep
-        self._recorder, self._status = recorder, status
-        self._quantization, self._dtype = quantization, dtype
+        self._output_dir, self._keep, self._base = config.output_dir, config.save_total_limit, base
+        self._collector, self._cadence, self._recorder, self._status = collector, cadence, recorder, status
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="export")
         self._jobs: list[Future[None]] = []
         self.written = 0
@@ -149,18 +139,16 @@ class Exporter:
 
     def _export(self, adapter: AdapterRun, record: Record, whole: Tensors) -> None:
         whole = best_matrices(adapter, record) or whole
-        folder = self._output_dir / ADAPTERS / adapter.config.name
+        folder, base = self._output_dir / ADAPTERS / adapter.config.name, self._base
 
         def extras(place: Path) -> None:
-            self._tokenizer.save_pretrained(place)
-            (place / "README.md").write_text(
-                model_card(adapter, self._base_model, self._quantization), encoding="utf-8"
-            )
+            base.tokenizer.save_pretrained(place)
+            (place / "README.md").write_text(model_card(adapter, base), encoding="utf-8")
 
         matrices = {name: (whole[f"{name}.A"], whole[f"{name}.B"]) for name in adapter.targets}
-        note = to_note(self._quantization, self._dtype) if self._quantization else None
+        note = to_note(base.quantization, base.dtype) if base.quantization else None
         try:
-            write_adapter(folder, adapter.config, self._base_model, adapter.targets, matrices, extras, note)
+            write_adapter(folder, adapter.config, base.name, adapter.targets, matrices, extras, note)
         except ExportError as error:
             adapter.state, adapter.reason = "failed", f"not exported: {error}"
         else:

@@ -16,13 +16,13 @@ from mlora.data import open_source
 from mlora.engine.ranks import run_stages
 from mlora.engine.requests import Requests
 from mlora.engine.use import Models, Use
+from mlora.engine.worker import Seat
 from mlora.models.decoder import Decoder
 from mlora.models.generate import CachedDecoder
 from mlora.models.spec import ModelSpec, load_spec, read_json
 from mlora.models.tokenizer import load_tokenizer
-from mlora.ops.random import key_for
-from mlora.pipeline.transport.base import Direction, Spec, Transport
-from mlora.pipeline.transport.control import Control
+from mlora.ops.random import key_for, philox
+from mlora.pipeline.transport.base import Direction, Spec
 from mlora.tasks import Prompter
 from mlora.types import ROW_MULTIPLE, Microbatch, Row, SampleRef, Segment, UserError, padded
 
@@ -138,17 +138,9 @@ class _Lead:
         ends = _ends(use.folder, self._tokenizer)
         self.job = _Work(**vars(use), prompts=prompts, sampling=sampling, batch_size=batch_size, ends=ends)
 
-    def run(
-        self,
-        device: torch.device,
-        transport: Transport | None,
-        stages: Control | None,
-        requests: Requests,
-        ask: Callable[[str], None],
-        world: Control | None = None,
-    ) -> list[Answer]:
+    def run(self, seat: Seat, requests: Requests, ask: Callable[[str], None]) -> list[Answer]:
         answers = []
-        for sequence in _sequences(self.job, device, transport, requests):
+        for sequence in _sequences(self.job, seat, requests):
             answers.append(self._answer(sequence))
             self._on_answer(answers[-1])
         return answers
@@ -165,16 +157,14 @@ class _Lead:
         )
 
 
-def _follow(job: _Work, device: torch.device, transport: Transport, control: Control) -> None:
-    for _ in _sequences(job, device, transport, Requests()):
+def _follow(job: _Work, seat: Seat) -> None:
+    for _ in _sequences(job, seat, Requests()):
         pass
 
 
-def _sequences(
-    job: _Work, device: torch.device, transport: Transport | None, requests: Requests
-) -> Iterator[_Sequence]:
+def _sequences(job: _Work, seat: Seat, requests: Requests) -> Iterator[_Sequence]:
     """All of them, each batch when it has ended."""
-    slice_ = _Slice(job, device, transport)
+    slice_ = _Slice(job, seat)
     for batch in job.batches():
         slice_.start(batch)
         active = sorted(batch, key=lambda sequence: sequence.slot)
@@ -192,10 +182,11 @@ def _sequences(
 class _Slice:
     """One stage's layers. Rows go down from stage to stage, the last one chooses the tokens, and these go up again."""
 
-    def __init__(self, job: _Work, device: torch.device, transport: Transport | None) -> None:
-        stage = job.open_stage(device, transport)
+    def __init__(self, job: _Work, seat: Seat) -> None:
+        stage = job.open_stage(seat)
         assert isinstance(stage.model, Decoder)
-        self._decoder, self._banks, self._sampling, self._transport = stage.model, stage.banks, job.sampling, transport
+        self._decoder, self._banks, self._sampling = stage.model, stage.banks, job.sampling
+        self._transport = seat.transport
 
     def start(self, batch: Sequence[_Sequence]) -> None:
         """Forget the sequences before."""
@@ -293,15 +284,9 @@ def _choose(logits_V: torch.Tensor, sampling: Sampling, sequence: _Sequence) -> 
     )
     sums = probabilities.cumsum(0)
     kept = int((sums - probabilities < sampling.top_p).sum())  # the likeliest one always
-    draw = _uniform(sampling.seed, sequence.prompt, len(sequence.said)) * float(sums[kept - 1])
+    generator = philox(key_for(sampling.seed, "generate"), 0, sequence.prompt, len(sequence.said))
+    draw = float(np.random.Generator(generator).random()) * float(sums[kept - 1])
     return int(tokens[min(int((sums[:kept] <= draw).sum()), kept - 1)])
-
-
-def _uniform(seed: int, prompt: int, place: int) -> float:
-    """In [0, 1)."""
-    key = key_for(seed, "generate")
-    philox = np.random.Philox(key=np.array(key, dtype=np.uint64), counter=np.array([0, place, prompt, 0], np.uint64))
-    return float(np.random.Generator(philox).random())
 
 
 def _ends(folder: Path, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:

@@ -16,9 +16,10 @@ from typing import Any
 
 from mlora.config import AdapterConfig, load_adapters, parse_config
 from mlora.engine.adapter_run import OVER, AdapterRun
-from mlora.engine.output import ADDED, INBOX, is_live, write_whole
+from mlora.engine.output import ADDED, INBOX, is_live
 from mlora.engine.requests import end
 from mlora.engine.status import read_status
+from mlora.files import writable, write_whole
 from mlora.types import UserError
 
 _EVERY_S = 1.0
@@ -36,7 +37,8 @@ def leave_adapters(output_dir: Path, file: Path) -> list[str]:
                 raise UserError(f"{file}: the run has an adapter {adapter.name!r} already; give another name")
         for adapter in adapters:
             path = output_dir / INBOX / f"add-{adapter.name}.json"
-            _leave(path, json.dumps(changed_keys(adapter)))
+            with writable(path):
+                write_whole(path, json.dumps(changed_keys(adapter)).encode())
             path.with_suffix(_REFUSED).unlink(missing_ok=True)  # of an earlier try
     return [adapter.name for adapter in adapters]
 
@@ -65,7 +67,9 @@ def leave_stop(output_dir: Path, name: str) -> None:
         raise UserError(f"{output_dir}: the run has no adapter {name!r}; it has {', '.join(adapters)}")
     if adapters[name]["state"] in OVER:
         raise UserError(f"{output_dir}: adapter {name!r} is {adapters[name]['state']} already")
-    _leave(output_dir / INBOX / f"stop-{name}", "")
+    path = output_dir / INBOX / f"stop-{name}"
+    with writable(path):
+        path.touch()
 
 
 def added_adapters(output_dir: Path) -> list[AdapterConfig]:
@@ -181,10 +185,3 @@ def _live_status(output_dir: Path) -> dict[str, Any]:
     if not is_live(output_dir):
         raise UserError(f"{output_dir}: this run is not running; change its configuration and --resume it")
     return tree
-
-
-def _leave(path: Path, text: str) -> None:
-    try:
-        write_whole(path, text.encode())
-    except OSError as error:
-        raise UserError(f"{path}: cannot be written: {error.strerror}") from None

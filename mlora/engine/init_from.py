@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from mlora.checkpoint.peft_files import adapter_files
 from mlora.engine.adapter_run import AdapterRun
+from mlora.engine.base import Base
 from mlora.engine.trained import Trained, check_fits, read_trained
 from mlora.models.spec import ModelSpec
 from mlora.types import UserError
@@ -11,7 +12,7 @@ from mlora.types import UserError
 _TOLD = ("lora_alpha", "lora_dropout")  # may differ, and change what the matrices do
 
 
-def load_initial(adapter: AdapterRun, spec: ModelSpec, base_model: str) -> None:
+def load_initial(adapter: AdapterRun, base: Base) -> None:
     """Give an adapter with ``init_from`` its matrices, unless a checkpoint has given it later ones.
 
     Says which settings differ from those with which the other was trained. Raises UserError where the files are
@@ -25,7 +26,7 @@ def load_initial(adapter: AdapterRun, spec: ModelSpec, base_model: str) -> None:
         source = read_trained(config.init_from)
     except UserError as error:
         raise UserError(f"{place}: {error}") from None
-    _check_same_shape(source, adapter, spec, place)
+    _check_same_shape(source, adapter, base.spec, place)
     told = [
         f"{key} is {float(getattr(config, key)):g} here and was {float(getattr(source.config, key)):g} there"
         for key in _TOLD
@@ -33,8 +34,8 @@ def load_initial(adapter: AdapterRun, spec: ModelSpec, base_model: str) -> None:
     ]
     if source.config.use_rslora != config.use_rslora:
         told.append(f"use_rslora is {config.use_rslora} here and was {source.config.use_rslora} there".lower())
-    if source.base_model and source.base_model != base_model:
-        told.append(f"base_model is {base_model} here and was {source.base_model} there")
+    if source.base_model and source.base_model != base.name:
+        told.append(f"base_model is {base.name} here and was {source.base_model} there")
     counts = [config.scaling(name) / source.config.scaling(name) for name in adapter.targets]
     if {*counts} != {1}:
         shown = " to ".join(f"{x:.4g}" for x in sorted({min(counts), max(counts)}))

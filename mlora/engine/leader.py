@@ -10,14 +10,12 @@ from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
-import torch
-
 from mlora.config import AdapterConfig, RunConfig
 from mlora.engine.adapter_run import AdapterRun
 from mlora.engine.cadence import Cadence
-from mlora.engine.checkpoints import Resume, base_facts
+from mlora.engine.checkpoints import Resume
 from mlora.engine.coordinator import OnStep
-from mlora.engine.device import choose_device, choose_dtype
+from mlora.engine.device import choose_device
 from mlora.engine.exporter import Collector, Exporter
 from mlora.engine.inbox import Inbox, added_adapters, carry_added
 from mlora.engine.init_from import load_initial
@@ -35,7 +33,6 @@ from mlora.engine.output import (
     check_output,
     leave_output,
     take_output,
-    write_whole,
 )
 from mlora.engine.prepare import prepare, prepare_adapter
 from mlora.engine.ranking import ranking
@@ -46,10 +43,10 @@ from mlora.engine.requests import Requests
 from mlora.engine.results import AdapterResult, Results
 from mlora.engine.start import Start, saved_adapters
 from mlora.engine.status import Status
-from mlora.engine.worker import Job, Worker, model_digest
+from mlora.engine.worker import Job, Seat, Worker
+from mlora.files import write_whole
 from mlora.pipeline.executor import Window
 from mlora.pipeline.schedule import Timed, chrome_trace, svg
-from mlora.pipeline.transport.base import Transport
 from mlora.pipeline.transport.control import Control
 from mlora.types import UserError
 
@@ -80,24 +77,18 @@ class Leader:
         added = [adapter.name for adapter in config.adapters[len(given) :]]  # no file of the user's names them
         self._prepared = prepare(config, stages, saved + added)
         self._config = config = self._prepared.config
-        self._adapters = self._prepared.adapters
+        self._adapters, self._base = self._prepared.adapters, self._prepared.base
         self.job = Job(
             config=config,
             first_layers=first_layers(self._prepared.layers),
             in_flight=self._prepared.in_flight,
             replicas=replicas,
-            dtype=choose_dtype(config.dtype, choose_device(config.device)),
-            model_digest=model_digest(self._prepared.folder),
-        )
-        spec = self._prepared.spec
-        self._base = base_facts(
-            spec, self.job.model_digest, self.job.dtype, choose_device(config.device), self._prepared.quantization
+            dtype=self._base.dtype,
+            model_digest=self._base.digest,
         )
         if self._source is not None:
-            Resume(self._source / CHECKPOINTS, start.allow_changed).apply(
-                self._adapters, self._prepared.parked, spec, self._base
-            )
-
+            resume = Resume(self._source / CHECKPOINTS, start.allow_changed)
+            resume.apply(self._adapters, self._prepared.parked, self._base)
         for adapter in self._adapters:
             self._load_initial(adapter, added)
         parked = {*self._prepared.parked, *(one.config.name for one in self._adapters if one.state == "failed")}
@@ -105,32 +96,18 @@ class Leader:
             file = config.output_dir / ADDED / f"{name}.json"
             print(f"{name}: was added to the run while it ran; to leave it out from now on delete {file}", flush=True)
 
-    def run(
-        self,
-        device: torch.device,
-        transport: Transport | None,
-        stages: Control | None,
-        requests: Requests,
-        ask: Callable[[str], None],
-        world: Control | None = None,
-    ) -> Results:
-        """Train to the end as stage 0 of the first replica.
-
-        The other stages follow through ``stages``; other replicas, if there are any, report through ``world``.
-        ``requests`` is what has been asked of this rank, ``ask`` puts a wish before all.
-        """
+    def run(self, seat: Seat, requests: Requests, ask: Callable[[str], None]) -> Results:
+        """Train to the end as stage 0 of the first replica, see ``Lead``."""
         config, cadence = self._config, Cadence(self._config)
         own, *others = deal([adapter for adapter in self._adapters if adapter.state == "waiting"], self.job.replicas)
         status = Status(config.output_dir, self._adapters, self._prepared.parked)
         loggers, console = Loggers(config.report_to, config.output_dir), terminal()
         recorder = Recorder(config.output_dir / METRICS, status.write, loggers, lines=console is None)
-        exporter = self._exporter(Collector(stages), cadence, recorder, status)
-        worker, windows = first_stage(
-            self.job, own, device, transport, stages, recorder, exporter, self._on_step, requests, cadence
-        )
+        exporter = Exporter(config, self._base, Collector(seat.stages), cadence, recorder, status)
+        worker, windows = first_stage(self.job, seat, own, recorder, exporter, self._on_step, requests, cadence)
         lock = take_output(config, self._overwrite, self._goes_on)
         start = time.monotonic()
-        view = LiveView(console, self._adapters, worker.microbatches, rows_of(config), device) if console else None
+        view = LiveView(console, self._adapters, worker.microbatches, rows_of(config), seat.device) if console else None
         try:
             if self._source is not None and not self._goes_on:
                 carry_added(self._source, config.output_dir)
@@ -142,7 +119,7 @@ class Leader:
             self._export_ended(exporter)
             with view.shown() if view else nullcontext():
                 with Inbox(config.output_dir, self._adapters, self._prepare, requests.add, ask):
-                    self._walk(worker, windows, others, world, recorder, exporter)
+                    self._walk(worker, windows, others, seat.world, recorder, exporter)
                 for adapter in requests.arrived():
                     print(
                         f"{adapter.config.name}: was added too late; --resume auto (resume='auto') goes on with it",
@@ -150,19 +127,22 @@ class Leader:
                     )
                 exporter.finish()
         except BaseException:
-            exporter.abandon(wait=stages is None)
+            exporter.abandon(wait=seat.stages is None)
             lock.close()  # a caller that handles the error keeps its traceback, and with it this frame
             raise
         finally:
             recorder.close({adapter.config.name: adapter.state for adapter in self._adapters})
         share_waited = worker.waited_s / max(time.monotonic() - start, 1e-9)
         print(f"checkpoints: {exporter.written} written; training waited {worker.waited_s:.3f} s ({share_waited:.2%})")
-        if stages:
-            self._write_timeline(worker.executor.timeline, stages)
+        if seat.stages:
+            self._write_timeline(worker.executor.timeline, seat.stages)
         results = Results(
             output_dir=config.output_dir,
             adapters={adapter.config.name: _result(adapter, status) for adapter in self._adapters}
-            | {name: _parked(name, reason) for name, reason in self._prepared.parked.items()},
+            | {
+                name: AdapterResult(name=name, state="failed", reason=reason, reports=(), folder=None)
+                for name, reason in self._prepared.parked.items()
+            },
             signal=requests.signal,
         )
         print_table(results)
@@ -193,29 +173,10 @@ class Leader:
             for report in reports:
                 report.result()
 
-    def _exporter(self, collector: Collector, cadence: Cadence, recorder: Recorder, status: Status) -> Exporter:
-        return Exporter(
-            self._config.output_dir,
-            self._base,
-            self._config.base_model,
-            self._prepared.tokenizer,
-            collector,
-            cadence,
-            self._config.save_total_limit,
-            recorder,
-            status,
-            self._prepared.quantization,
-            self.job.dtype,
-        )
-
     def _open(self, recorder: Recorder) -> None:
+        done = {a.config.name: (len(a.reports), a.evaluated) for a in self._adapters}
         try:
-            if self._source is None:
-                recorder.open()
-            else:
-                steps = {a.config.name: len(a.reports) for a in self._adapters}
-                evaluated = {a.config.name: a.evaluations[-1].step if a.evaluations else 0 for a in self._adapters}
-                recorder.open(self._source / METRICS, steps, evaluated)
+            recorder.open(self._source / METRICS if self._source else None, done)
         except OSError as error:
             raise UserError(f"output_dir: {METRICS} cannot be written: {error.strerror}; nothing was changed") from None
 
@@ -231,7 +192,7 @@ class Leader:
     def _load_initial(self, adapter: AdapterRun, added: Collection[str]) -> None:
         """Raises UserError; but where no file of the user's names the adapter, it is parked, and the others go on."""
         try:
-            load_initial(adapter, self._prepared.spec, self._config.base_model)
+            load_initial(adapter, self._base)
         except UserError as error:
             if adapter.config.name not in added:
                 raise
@@ -239,8 +200,8 @@ class Leader:
             print(f"{adapter.config.name}: is parked: {error}", flush=True)
 
     def _prepare(self, index: int, config: AdapterConfig) -> AdapterRun:
-        adapter = prepare_adapter(index, config, self._prepared.spec, self._prepared.tokenizer)
-        load_initial(adapter, self._prepared.spec, self._config.base_model)
+        adapter = prepare_adapter(index, config, self._base)
+        load_initial(adapter, self._base)
         write_facts(self._config, [*self._adapters, adapter], self._engine)
         return adapter
 
@@ -250,7 +211,7 @@ class Leader:
         job = self.job
         layers = [stop - start for start, stop in itertools.pairwise(job.first_layers)]
         return {
-            "device": choose_device(self._config.device).type,
+            "device": self._base.device.type,
             "dtype": str(job.dtype).removeprefix("torch."),
             "stages of layers": ", ".join(map(str, layers)),
             "replicas": str(job.replicas),
@@ -287,10 +248,6 @@ def _with_added(config: RunConfig, source: Path) -> RunConfig:
     names = {adapter.name.lower() for adapter in config.adapters}
     added = tuple(adapter for adapter in added_adapters(source) if adapter.name.lower() not in names)
     return replace(config, adapters=config.adapters + added)
-
-
-def _parked(name: str, reason: str) -> AdapterResult:
-    return AdapterResult(name=name, state="failed", reason=reason, reports=(), folder=None)
 
 
 def _result(adapter: AdapterRun, status: Status) -> AdapterResult:

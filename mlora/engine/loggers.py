@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from mlora.config import AdapterConfig
-from mlora.engine.output import LOGGED, TENSORBOARD, write_whole
+from mlora.engine.output import LOGGED, TENSORBOARD
+from mlora.files import write_whole
 from mlora.types import UserError
 
 _CLOSE_S = 15.0  # that a run waits at its end for what is not sent yet; less than a signal leaves it

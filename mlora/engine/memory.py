@@ -14,7 +14,7 @@ import torch
 
 from mlora.config import AdapterConfig, RunConfig
 from mlora.engine.adapter_run import AdapterRun
-from mlora.engine.device import choose_device, choose_dtype
+from mlora.engine.base import Base
 from mlora.models.quantised import buffer_bytes
 from mlora.models.spec import ModelSpec, Quantization, linear_shapes
 from mlora.ops.cross_entropy import CHUNK_ROWS
@@ -133,30 +133,25 @@ class MemoryModel:
 
 
 def fitted(
-    config: RunConfig,
-    spec: ModelSpec,
-    layers: Sequence[int],
-    in_flight: Sequence[int],
-    adapters: Sequence[AdapterRun],
-    quantization: Quantization | None = None,
+    config: RunConfig, base: Base, layers: Sequence[int], in_flight: Sequence[int], adapters: Sequence[AdapterRun]
 ) -> RunConfig:
     """The configuration with what says "auto" chosen for the GPU that is here; without one, 2,048 rows."""
-    device = choose_device(config.device)
-    if device.type == "cpu":
+    if base.device.type == "cpu":
         tokens, recompute = _ON_CPU, False
     else:
         active = sorted(adapters, key=lambda adapter: -sum(map(adapter.config.rank, adapter.targets)))[
             : config.max_active
         ]
         model = MemoryModel(
-            spec=spec,
-            dtype=choose_dtype(config.dtype, device),
+            spec=base.spec,
+            dtype=base.dtype,
             layers=layers,
             in_flight=in_flight,
             adapters=[(adapter.config, adapter.targets) for adapter in active],
-            quantization=quantization,
+            quantization=base.quantization,
         )
-        tokens, recompute = _fit(config, model, max(int(max(adapter.data.lengths)) for adapter in adapters), device)
+        longest = max(int(max(adapter.data.lengths)) for adapter in adapters)
+        tokens, recompute = _fit(config, model, longest, base.device)
     return replace(
         config,
         microbatch_tokens=tokens if config.microbatch_tokens == "auto" else config.microbatch_tokens,

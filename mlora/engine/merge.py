@@ -13,14 +13,13 @@ from mlora.engine.device import prepare
 from mlora.engine.progress import Progress
 from mlora.engine.requests import Requests, stop
 from mlora.engine.signals import StopSignals
-from mlora.engine.trained import BARE_SLOT, Trained, base_of, check_fits, read_trained, stage_of
+from mlora.engine.trained import BARE_SLOT, Trained, base_of, check_fits, one_sample, read_trained, stage_of
 from mlora.engine.world import is_launched
 from mlora.models.decoder import Decoder
 from mlora.models.quantised import FrozenLinears, check_quantization
 from mlora.models.spec import ModelSpec, Quantization, load_spec
-from mlora.models.weights import Checkpoint, Weights, head_name, linear_names
-from mlora.pipeline.stage import Batch
-from mlora.types import Microbatch, SampleRef, Segment, UserError, padded
+from mlora.models.weights import Checkpoint, Weights, linear_names
+from mlora.types import UserError
 
 _ROWS = 48  # tokens of the sample whose logits are compared
 _CPU = torch.device("cpu")
@@ -46,10 +45,10 @@ class Merged:
     other_difference: float | None = None
 
 
-class _Source:
+class _Source(Weights):
     """The weights of ``base`` and, with ``adapter``, W + scaling·B·A for its modules; made tensor by tensor.
 
-    ``linears`` dequantise those of the layers; None: as they are stored. Stands for a Checkpoint.
+    ``linears`` dequantise those of the layers; None: as they are stored.
     """
 
     def __init__(
@@ -84,15 +83,6 @@ class _Source:
             name_of = str(dtype).removeprefix("torch.")
             raise UserError(f"{name}: not finite in {name_of} once merged; choose dtype float32 or bfloat16")
         return weight
-
-    def embedding(self) -> torch.Tensor:
-        return self.tensor("model.embed_tokens.weight")
-
-    def head(self) -> torch.Tensor:
-        return self.tensor(head_name(self._spec))
-
-    def final_norm(self) -> torch.Tensor:
-        return self.tensor("model.norm.weight")
 
     def layer(self, index: int) -> dict[str, torch.Tensor]:
         names = [name for name in self._base.layer(index) if name.endswith((".weight", ".bias"))]
@@ -214,12 +204,6 @@ def _logits(
         for i, (weights, adapters) in enumerate(ways):
             requests.check()
             stage = stage_of(Decoder(spec, weights, range(layer, layer + 1), wide, _CPU), adapters)
-            rows[i] = stage.evaluate(_batch(input_ids, BARE_SLOT + len(adapters)), rows[i])
+            rows[i] = stage.evaluate(one_sample(input_ids, BARE_SLOT + len(adapters)), rows[i])
         progress.advance()
     return [x for x in rows if x is not None]
-
-
-def _batch(input_ids: torch.Tensor, slot: int) -> Batch:
-    sample = (SampleRef(0, 0, len(input_ids)),)
-    segment = Segment(adapter=0, slot=slot, step=0, start=0, samples=sample, target_tokens=1, ends_step=True)
-    return Batch(Microbatch(0, (segment,), padded(len(input_ids))), input_ids, input_ids)

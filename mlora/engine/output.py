@@ -6,7 +6,6 @@ import fcntl
 import os
 import shutil
 import time
-from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
@@ -23,21 +22,6 @@ _FILES = (METRICS, PICTURE, TRACE, STATUS, FACTS, REPORT, CURVES, LOGGED)
 _FOLDERS = (INBOX, ADDED, TENSORBOARD)
 _OURS = (*_REPLACED, *_FILES, *_FOLDERS, _LOCK)
 _GLANCE_S = 1.0
-
-
-def write_whole(path: Path, data: bytes) -> None:
-    """All of it or nothing: others may be reading, and what a full disk took of it would only fill it further.
-
-    Raises OSError.
-    """
-    partial = path.with_name(f".{path.name}.partial")
-    try:
-        partial.write_bytes(data)
-        partial.rename(path)
-    except OSError:
-        with suppress(OSError):
-            partial.unlink()
-        raise
 
 
 def check_output(config: RunConfig, overwrite: bool, resume: bool = False) -> None:

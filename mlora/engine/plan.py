@@ -65,7 +65,7 @@ def plan(config: RunConfig, stages: int) -> Plan:
     prepared = prepare(replace(config, pipeline=replace(config.pipeline, stages=stages)), stages, to_train=False)
     positions = _positions(prepared.config, prepared)
     stage_rows = rows(positions, prepared.in_flight)
-    timeline = simulate(stage_rows, Stream(positions, stages), cost_model(prepared.spec, prepared.layers))
+    timeline = simulate(stage_rows, Stream(positions, stages), cost_model(prepared.base.spec, prepared.layers))
     compute = [[str(a) for a in row if a.kind in ("F", "B", "E", "STEP")] for row in stage_rows]
     bubble = bubble_between_ramps(timeline)
     return Plan(prepared=prepared, rows=compute, timeline=timeline, bubble=bubble, busy=busy_shares(timeline))

@@ -8,21 +8,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from transformers import PreTrainedTokenizerBase
-
 from mlora.adapters.optimizer import learning_rate, warmup_steps
 from mlora.adapters.targets import match_targets
 from mlora.config import AdapterConfig, DatasetConfig, RunConfig
 from mlora.data import TokenData, hold_out, join_tokens, open_source, open_tokens
 from mlora.engine.adapter_run import AdapterRun
-from mlora.engine.device import choose_device, choose_dtype, row_bucket
+from mlora.engine.base import Base, open_base
+from mlora.engine.device import row_bucket
 from mlora.engine.layout import layer_counts
 from mlora.engine.memory import fitted
 from mlora.engine.warnings import deployment_warnings
-from mlora.models.quantised import check_quantization, choose_quantization
-from mlora.models.spec import ModelSpec, Quantization, load_spec
-from mlora.models.tokenizer import load_tokenizer
-from mlora.models.weights import Checkpoint, resolve_base_model
+from mlora.models.quantised import check_quantization
 from mlora.pipeline.schedule import in_flight
 from mlora.tasks import SftTask
 from mlora.types import UserError
@@ -41,10 +37,7 @@ class Prepared:
     """
 
     config: RunConfig
-    folder: Path
-    spec: ModelSpec
-    quantization: Quantization | None
-    tokenizer: PreTrainedTokenizerBase
+    base: Base
     adapters: list[AdapterRun]
     layers: tuple[int, ...]
     in_flight: tuple[int, ...]
@@ -57,18 +50,15 @@ def prepare(config: RunConfig, stages: int, resumable: Collection[str] = (), to_
     Where the data of a ``resumable`` adapter cannot be read, that one is parked, and the others go on. ``to_train``:
     this machine must be able to quantise.
     """
-    folder = resolve_base_model(config.base_model)
-    spec = load_spec(folder)
-    layers = layer_counts(spec, stages, config.pipeline.layers)
-    quantization = choose_quantization(config, spec, Checkpoint(folder, spec))
+    base = open_base(config)
+    layers = layer_counts(base.spec, stages, config.pipeline.layers)
     if to_train:
-        _check_quantization(quantization, config)
-    tokenizer = load_tokenizer(folder, spec.vocab_size)
+        _check_quantization(base)
     adapters: list[AdapterRun] = []
     parked: dict[str, str] = {}
     for adapter in config.adapters:
         try:
-            adapters.append(prepare_adapter(len(adapters), adapter, spec, tokenizer))
+            adapters.append(prepare_adapter(len(adapters), adapter, base))
         except DataError as error:
             if adapter.name not in resumable:
                 raise
@@ -76,16 +66,12 @@ def prepare(config: RunConfig, stages: int, resumable: Collection[str] = (), to_
             print(f"{adapter.name}: is parked: {error}", flush=True)
     if not adapters:
         raise UserError(next(iter(parked.values())))
-    device = choose_device(config.device)
-    floor = row_bucket(device, choose_dtype(config.dtype, device))(1)
+    floor = row_bucket(base.device, base.dtype)(1)
     rows = [adapter.config.rows_per_step * float(adapter.data.lengths.mean()) for adapter in adapters]
     flight = in_flight(stages, config.pipeline.in_flight or in_flight_factor(config, stages, rows, floor))
     prepared = Prepared(
-        config=fitted(config, spec, layers, flight, adapters, quantization),
-        folder=folder,
-        spec=spec,
-        quantization=quantization,
-        tokenizer=tokenizer,
+        config=fitted(config, base, layers, flight, adapters),
+        base=base,
         adapters=adapters,
         layers=layers,
         in_flight=flight,
@@ -96,14 +82,13 @@ def prepare(config: RunConfig, stages: int, resumable: Collection[str] = (), to_
     return prepared
 
 
-def _check_quantization(quantization: Quantization | None, config: RunConfig) -> None:
+def _check_quantization(base: Base) -> None:
     """Raises UserError where the frozen weights cannot be kept so here; else a line on it."""
-    device = choose_device(config.device)
-    dtype = choose_dtype(config.dtype, device)
-    check_quantization(quantization, dtype, device)
+    quantization = base.quantization
+    check_quantization(quantization, base.dtype, base.device)
     if quantization is not None:
         others = f" and {len(quantization.dense)} skipped linears" if quantization.dense else ""
-        name = str(dtype).removeprefix("torch.")
+        name = str(base.dtype).removeprefix("torch.")
         print(f"frozen linears: {quantization}; embedding, norms, biases, head{others} in {name}", flush=True)
 
 
@@ -138,20 +123,19 @@ def cache_folder() -> Path:
     return (Path(base) if base else Path.home() / ".cache") / "mlora"
 
 
-def open_data(
-    name: str, sources: Sequence[DatasetConfig], tokenizer: PreTrainedTokenizerBase, max_length: int, vocab_size: int
-) -> TokenData:
+def open_data(name: str, sources: Sequence[DatasetConfig], base: Base, max_length: int) -> TokenData:
     """The tokens of an adapter's data sets, with a line on each if there are several.
 
     Raises DataError where they cannot be read, UserError where tokenizer, template and format do not go together.
     """
-    tasks = [SftTask(source, tokenizer, max_length, vocab_size) for source in sources]
+    tasks = [SftTask(source, base.tokenizer, max_length, base.spec.vocab_size) for source in sources]
     try:
         parts = [
             open_tokens(open_source(source), task.encode, task.digest, cache_folder() / "tokens")
             for source, task in zip(sources, tasks, strict=True)
         ]
-        data = join_tokens(parts, _weights(sources))
+        weights = [source.weight for source in sources if source.weight is not None]  # of all, or of none
+        data = join_tokens(parts, weights or None)
     except UserError as error:
         raise DataError(str(error)) from None
     if len(sources) > 1:
@@ -161,26 +145,18 @@ def open_data(
     return data
 
 
-def _weights(sources: Sequence[DatasetConfig]) -> list[float] | None:
-    """All weights, or None where there are none; the configuration has either."""
-    weights = [source.weight for source in sources if source.weight is not None]
-    return weights or None
-
-
-def prepare_adapter(
-    index: int, config: AdapterConfig, spec: ModelSpec, tokenizer: PreTrainedTokenizerBase
-) -> AdapterRun:
+def prepare_adapter(index: int, config: AdapterConfig, base: Base) -> AdapterRun:
     """Read and check one adapter. Raises UserError."""
-    targets = match_targets(config, spec.num_layers)
-    length = min(config.max_length, spec.max_positions)
+    targets = match_targets(config, base.spec.num_layers)
+    length = min(config.max_length, base.spec.max_positions)
     if length < config.max_length:
         print(f"{config.name}: max_length {config.max_length} is over the model's {length} positions; {length} is used")
     for warning in deployment_warnings(config):
         print(warning)
-    data = _open(config, "dataset", config.sources, tokenizer, length, spec.vocab_size)
+    data = _open(config, "dataset", config.sources, base, length)
     summary, held_out = data.stats.summary(), None
     if config.eval_dataset is not None:
-        held_out = _open(config, "eval_dataset", (config.eval_dataset,), tokenizer, length, spec.vocab_size)
+        held_out = _open(config, "eval_dataset", (config.eval_dataset,), base, length)
     elif config.val_size:
         data, held_out = _hold_out(config, data)
     adapter = AdapterRun(index=index, config=config, data=data, targets=targets, held_out=held_out)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from typing import Any, Literal, Protocol
 
 import torch
@@ -15,10 +16,10 @@ from mlora.engine.exporter import tag
 from mlora.engine.replicas import lead_replica
 from mlora.engine.requests import Requests, stop
 from mlora.engine.signals import StopSignals
-from mlora.engine.worker import Job, Worker, check_model
+from mlora.engine.worker import Job, Seat, Worker, check_model
 from mlora.engine.world import World, is_launched, torchrun_world
 from mlora.pipeline.executor import Entry
-from mlora.pipeline.transport.base import Transport, TransportError
+from mlora.pipeline.transport.base import TransportError
 from mlora.pipeline.transport.control import Control
 from mlora.pipeline.transport.distributed import distributed_control, distributed_transport
 from mlora.pipeline.transport.liveness import Liveness
@@ -28,25 +29,16 @@ from mlora.pipeline.transport.local import local_controls, local_transports
 class Lead(Protocol):
     """What the first rank does, as stage 0. ``job`` is what the other ranks must know, ``run`` gives what all return.
 
-    The other stages follow through ``stages``; other replicas, if there are any, report through ``world``.
     ``requests`` is what has been asked of this rank, ``ask`` puts a wish before all.
     """
 
     @property
     def job(self) -> Any: ...
 
-    def run(
-        self,
-        device: torch.device,
-        transport: Transport | None,
-        stages: Control | None,
-        requests: Requests,
-        ask: Callable[[str], None],
-        world: Control | None = None,
-    ) -> Any: ...
+    def run(self, seat: Seat, requests: Requests, ask: Callable[[str], None]) -> Any: ...
 
 
-Follow = Callable[[Any, torch.device, Transport, Control], None]  # what a stage behind the first does with the job
+Follow = Callable[[Any, Seat], None]  # what a stage behind the first does with the job
 
 
 def run_stages(lead: Callable[[int], Lead], follow: Follow, on_step: OnStep | None = None) -> Any:
@@ -67,19 +59,15 @@ def _run_in_threads(leader: Lead, follow: Follow, requests: Requests) -> Any:
     prepare(device)
     stages = len(leader.job.in_flight)
     if stages == 1:
-        return leader.run(device, None, None, requests, requests.ask)
-    transports, controls = local_transports(stages, device), local_controls(stages)
+        return leader.run(Seat(device=device), requests, requests.ask)
+    channels = zip(local_transports(stages, device), local_controls(stages), strict=True)
+    first, *others = [Seat(device=device, transport=transport, stages=control) for transport, control in channels]
     with ThreadPoolExecutor(stages - 1, thread_name_prefix="stage") as threads:
-        others = [
-            threads.submit(_follow_or_abort, follow, leader.job, device, transport, control)
-            for transport, control in zip(transports[1:], controls[1:], strict=True)
-        ]
+        following = [threads.submit(_or_abort, seat, partial(follow, leader.job, seat)) for seat in others]
         try:
-            return leader.run(device, transports[0], controls[0], requests, requests.ask)
+            return _or_abort(first, lambda: leader.run(first, requests, requests.ask))
         except BaseException:
-            transports[0].abort()
-            controls[0].abort()
-            _raise_first(others)
+            _raise_first(following)
             raise
 
 
@@ -97,27 +85,20 @@ def _run_in_processes(world: World, lead: Callable[[int], Lead], follow: Follow,
         watch.abort_on_failure(control.abort)
         leader = lead(world.size) if world.rank == 0 else None
         job = _share(control, leader.job if leader else None)
-        device = _device_of(job, world)
-        prepare(device)
-        first, ranks = _replica_of(job, world)
-        stages = control if job.replicas == 1 else _stage_control(store, world.rank - first, first, len(ranks))
-        transport = _transport(job, store, ranks, world.rank, device)
-        for channel in (stages, transport):
-            if channel is not None and channel is not control:
-                watch.abort_on_failure(channel.abort)
+        seat = _seat(job, world, store, control)
+        own = [channel for channel in (seat.transport, seat.stages) if channel is not None and channel is not control]
+        for channel in own:
+            watch.abort_on_failure(channel.abort)
+        results = None
         if leader is not None:
-            results = leader.run(device, transport, stages, requests, watch.ask, control)
-            control.publish(results)
-        elif world.rank == first:
-            lead_replica(job, device, transport, stages, control, on_step, requests)
-            results = control.next()
+            results = leader.run(seat, requests, watch.ask)
+        elif seat.stage == 0:
+            lead_replica(job, seat, on_step, requests)
         else:
-            assert transport is not None and stages is not None
-            follow(job, device, transport, stages)
-            results = control.next()
-        for channel in {id(channel): channel for channel in (transport, stages, control)}.values():
-            if channel is not None:
-                channel.close()
+            follow(job, seat)
+        results = _share(control, results)
+        for channel in (*own, control):
+            channel.close()
         return results
 
 
@@ -126,46 +107,47 @@ def _ask_all(requests: Requests, watch: Liveness, what: str) -> None:
     watch.ask(what)
 
 
-def _replica_of(job: Job, world: World) -> tuple[int, range]:
-    """The first rank of this rank's replica, and all its ranks in the order of stages."""
-    stages = len(job.in_flight)
-    first = world.rank // stages * stages
-    return first, range(first, first + stages)
-
-
-def _stage_control(store: dist.Store, rank: int, first: int, stages: int) -> Control | None:
+def _seat(job: Job, world: World, store: dist.Store, control: Control) -> Seat:
+    """This rank's; the ranks of a replica follow each other in the order of its stages."""
+    device, stages = choose_device(job.config.device), len(job.in_flight)
+    if device.type == "cuda":
+        device = torch.device("cuda", world.local_rank % torch.cuda.device_count())
+        torch.cuda.set_device(device)
+    prepare(device)
     if stages == 1:
-        return None
-    return distributed_control(dist.PrefixStore(f"replica/{first}", store), rank, stages)
-
-
-def _transport(job: Job, store: dist.Store, ranks: range, rank: int, device: torch.device) -> Transport | None:
-    if len(ranks) == 1:
-        return None
+        return Seat(device=device, world=control)
+    first, own = world.rank // stages * stages, control
+    if job.replicas > 1:
+        own = distributed_control(dist.PrefixStore(f"replica/{first}", store), world.rank - first, stages)
     backend = job.config.pipeline.transport
     named: Literal["gloo", "nccl"] | None = backend if backend in ("gloo", "nccl") else None
-    return distributed_transport(store, ranks, rank, device, named)
+    transport = distributed_transport(store, range(first, first + stages), world.rank, device, named)
+    return Seat(device=device, transport=transport, stages=own, world=control)
 
 
-def follow_training(job: Job, device: torch.device, transport: Transport, control: Control) -> None:
+def follow_training(job: Job, seat: Seat) -> None:
     """Run a stage behind the first, window by window, until the leader ends the stream."""
     check_model(job)
+    control = seat.stages
+    assert control is not None
 
     def deliver(entry: Entry, tensors: Mapping[str, torch.Tensor]) -> None:
         control.report(tag(entry))
         control.send_tensors(tensors)
 
-    worker = Worker(job, device, transport, deliver, lambda entry: control.next())
+    worker = Worker(job, seat, deliver, lambda entry: control.next())
     worker.run(iter(control.next, None))
     control.gather_objects(worker.executor.timeline)
 
 
-def _follow_or_abort(follow: Follow, job: Job, device: torch.device, transport: Transport, control: Control) -> None:
+def _or_abort(seat: Seat, work: Callable[[], Any]) -> Any:
+    """Work whose failure ends that of all other stages."""
+    assert seat.transport is not None and seat.stages is not None
     try:
-        follow(job, device, transport, control)
+        return work()
     except BaseException:
-        transport.abort()
-        control.abort()
+        seat.transport.abort()
+        seat.stages.abort()
         raise
 
 
@@ -177,17 +159,9 @@ def _raise_first(others: list[Future[None]]) -> None:
             raise error
 
 
-def _share(control: Control, job: Job | None) -> Job:
-    if job is None:
+def _share(control: Control, given: Any) -> Any:
+    """What rank 0 gives, on every rank."""
+    if control.rank:
         return control.next()
-    control.publish(job)
-    return job
-
-
-def _device_of(job: Job, world: World) -> torch.device:
-    device = choose_device(job.config.device)
-    if device.type == "cpu":
-        return device
-    device = torch.device("cuda", world.local_rank % torch.cuda.device_count())
-    torch.cuda.set_device(device)
-    return device
+    control.publish(given)
+    return given

@@ -15,8 +15,8 @@ from mlora.config import AdapterConfig
 from mlora.engine.adapter_run import StepReport
 from mlora.engine.evaluation import EvaluationReport
 from mlora.engine.loggers import Loggers
-from mlora.engine.output import write_whole
 from mlora.engine.results import AdapterResult, Results
+from mlora.files import write_whole
 
 
 class Recorder:
@@ -36,19 +36,14 @@ class Recorder:
         self._losses: dict[str, list[float]] = {}
         self._marks: dict[str, tuple[float, int]] = {}
 
-    def open(
-        self,
-        source: Path | None = None,
-        steps: Mapping[str, int] | None = None,
-        evaluated: Mapping[str, int] | None = None,
-    ) -> None:
+    def open(self, source: Path | None, done: Mapping[str, tuple[int, int]]) -> None:
         """Open the file; until then nothing is written.
 
-        A run that goes on takes from ``source``, which may be the same file, each adapter's lines up to ``steps``, and
-        of evaluations up to that behind the step in ``evaluated``: what lies behind will be written again.
+        A run that goes on takes from ``source``, which may be the same file, each adapter's lines up to the step and
+        the evaluation that are ``done``: what lies behind will be written again.
         """
-        if steps is not None and source is not None and source.exists():
-            write_whole(self._path, "".join(_lines_up_to(source, steps, evaluated or {})).encode())
+        if source is not None and source.exists():
+            write_whole(self._path, "".join(_lines_up_to(source, done)).encode())
         self._file = self._path.open("a", encoding="utf-8")
         self._loggers.open()
 
@@ -131,13 +126,13 @@ def _due(report: StepReport, config: AdapterConfig) -> bool:
     return not report.step % config.logging_steps or report.step == report.total_steps or report.skipped
 
 
-def _lines_up_to(path: Path, steps: Mapping[str, int], evaluated: Mapping[str, int]) -> Iterator[str]:
+def _lines_up_to(path: Path, done: Mapping[str, tuple[int, int]]) -> Iterator[str]:
     """A file's lines of what is done; a line that a crash has cut is left out."""
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
         with suppress(ValueError, KeyError, TypeError):
             entry = json.loads(line)
-            done = evaluated if "eval_loss" in entry else steps
-            if entry["step"] <= done.get(entry["adapter"], entry["step"]) and "state" not in entry:
+            step, evaluated = done.get(entry["adapter"], (math.inf, math.inf))
+            if entry["step"] <= (evaluated if "eval_loss" in entry else step) and "state" not in entry:
                 yield line + "\n"
 
 

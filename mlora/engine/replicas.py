@@ -20,9 +20,8 @@ from mlora.engine.evaluation import EvaluationReport
 from mlora.engine.exporter import Collector, Exporter, Tensors, tag
 from mlora.engine.recorder import Recorder
 from mlora.engine.requests import Requests
-from mlora.engine.worker import Job, Worker
+from mlora.engine.worker import Job, Seat, Worker
 from mlora.pipeline.executor import Entry, Window
-from mlora.pipeline.transport.base import Transport
 from mlora.pipeline.transport.control import Control
 from mlora.types import module_name
 
@@ -41,16 +40,6 @@ def deal(adapters: Sequence[AdapterRun], replicas: int) -> list[list[AdapterRun]
 @dataclass(frozen=True)
 class _Start:
     adapter: str
-
-
-@dataclass(frozen=True)
-class _Step:
-    report: StepReport
-
-
-@dataclass(frozen=True)
-class _Evaluated:
-    report: EvaluationReport
 
 
 @dataclass(frozen=True)
@@ -74,11 +63,11 @@ class RemoteRecorder:
 
     def step(self, report: StepReport, config: AdapterConfig) -> None:
         """A step's numbers."""
-        self._control.report(_Step(report))
+        self._control.report(report)
 
     def evaluation(self, report: EvaluationReport) -> None:
         """An evaluation's numbers."""
-        self._control.report(_Evaluated(report))
+        self._control.report(report)
 
 
 class RemoteExporter:
@@ -106,10 +95,8 @@ class RemoteExporter:
 
 def first_stage(
     job: Job,
+    seat: Seat,
     adapters: Sequence[AdapterRun],
-    device: torch.device,
-    transport: Transport | None,
-    stages: Control | None,
     recorder: Records,
     exporter: Exporter | RemoteExporter,
     on_step: OnStep | None,
@@ -117,6 +104,7 @@ def first_stage(
     cadence: Cadence,
 ) -> tuple[Worker, Iterator[Window]]:
     """Stage 0 of a replica and the stream that it leads its stages through."""
+    stages = seat.stages
     coordinator = Coordinator(job.config, adapters, job.in_flight, recorder, on_step, requests, cadence)
 
     def deliver(entry: Entry, tensors: Tensors) -> None:
@@ -140,7 +128,7 @@ def first_stage(
                 for rank in range(1, stages.world):
                     stages.send(rank, _of_layers(tensors, range(*job.first_layers[rank : rank + 2])))
 
-    worker = Worker(job, device, transport, deliver, fetch, coordinator)
+    worker = Worker(job, seat, deliver, fetch, coordinator)
     return worker, coordinator.windows(publish if stages else None)
 
 
@@ -150,27 +138,16 @@ def _of_layers(tensors: Tensors, layers: range) -> dict[str, torch.Tensor]:
     return {k: x for k, x in tensors.items() if not k.startswith("model.") or any(k.startswith(n) for n in names)}
 
 
-def lead_replica(
-    job: Job,
-    device: torch.device,
-    transport: Transport | None,
-    stages: Control | None,
-    world: Control,
-    on_step: OnStep | None,
-    requests: Requests,
-) -> None:
+def lead_replica(job: Job, seat: Seat, on_step: OnStep | None, requests: Requests) -> None:
     """Train what rank 0 hands over, as stage 0 of a replica behind the first."""
-    adapters = world.next()
-    cadence = Cadence(job.config)
-    exporter = RemoteExporter(world, Collector(stages), cadence)
-    recorder = RemoteRecorder(world)
-    worker, windows = first_stage(
-        job, adapters, device, transport, stages, recorder, exporter, on_step, requests, cadence
-    )
+    world, cadence = seat.world, Cadence(job.config)
+    assert world is not None
+    exporter = RemoteExporter(world, Collector(seat.stages), cadence)
+    worker, windows = first_stage(job, seat, world.next(), RemoteRecorder(world), exporter, on_step, requests, cadence)
     worker.run(windows)
     exporter.finish()
-    if stages:
-        stages.gather_objects(worker.executor.timeline)
+    if seat.stages:
+        seat.stages.gather_objects(worker.executor.timeline)
 
 
 def hand_over(control: Control, rank: int, adapters: Sequence[AdapterRun]) -> None:
@@ -191,13 +168,13 @@ def receive_all(
             adapter = by_name[message.adapter]
             adapter.state = "training"
             recorder.start(message.adapter, adapter.reports, adapter.config)
-        elif isinstance(message, _Step):
-            adapter = by_name[message.report.adapter]
-            adapter.reports.append(message.report)
-            recorder.step(message.report, adapter.config)
-        elif isinstance(message, _Evaluated):
-            by_name[message.report.adapter].evaluations.append(message.report)
-            recorder.evaluation(message.report)
+        elif isinstance(message, StepReport):
+            adapter = by_name[message.adapter]
+            adapter.reports.append(message)
+            recorder.step(message, adapter.config)
+        elif isinstance(message, EvaluationReport):
+            by_name[message.adapter].evaluations.append(message)
+            recorder.evaluation(message)
         else:
             adapter, record = by_index[message.adapter], message.record
             adapter.state, adapter.reason = record.state, record.reason

@@ -21,11 +21,11 @@ import yaml
 
 import mlora
 from mlora.config import RunConfig
-from mlora.data import TokenData
 from mlora.engine.adapter_run import OVER, AdapterRun
 from mlora.engine.compare import Curve, differences, draw, read_curves
-from mlora.engine.output import ADAPTERS, CURVES, FACTS, PICTURE, REPORT, write_whole
+from mlora.engine.output import ADAPTERS, CURVES, FACTS, PICTURE, REPORT
 from mlora.engine.status import read_status
+from mlora.files import writable, write_whole
 from mlora.types import UserError
 
 _STYLE = """
@@ -60,19 +60,16 @@ def write_facts(config: RunConfig, adapters: Sequence[AdapterRun], engine: Mappi
         "data": {adapter.config.name: _data_facts(adapter) for adapter in adapters},
     }
     try:
-        _write(config.output_dir / FACTS, json.dumps(facts, indent=1).encode())
+        with writable(config.output_dir / FACTS):
+            write_whole(config.output_dir / FACTS, json.dumps(facts, indent=1).encode())
     except UserError as error:
         print(f"{error}; a report will lack configuration and data", flush=True)
 
 
 def _data_facts(adapter: AdapterRun) -> dict[str, Any]:
     held_out = {"held_out": len(adapter.held_out)} if adapter.held_out is not None else {}
-    return asdict(adapter.data.stats) | {"lengths": _quartiles(adapter.data)} | held_out
-
-
-def _quartiles(data: TokenData) -> list[int]:
-    """Shortest, quarter, half, three quarters, longest."""
-    return [int(length) for length in np.quantile(data.lengths, (0, 0.25, 0.5, 0.75, 1))]
+    quartiles = [int(length) for length in np.quantile(adapter.data.lengths, (0, 0.25, 0.5, 0.75, 1))]
+    return asdict(adapter.data.stats) | {"lengths": quartiles} | held_out
 
 
 def write_report(run: Path, file: Path | None = None) -> Path:
@@ -82,17 +79,12 @@ def write_report(run: Path, file: Path | None = None) -> Path:
     """
     status = read_status(run)
     curves = [replace(curve, run="") for curve in read_curves([run])]
+    page, png = file or run / REPORT, file.with_suffix(".png") if file else run / CURVES
     picture = draw(curves)
-    _write(file.with_suffix(".png") if file else run / CURVES, picture)
-    return _write(file or run / REPORT, _page(run, status, curves, picture).encode())
-
-
-def _write(file: Path, data: bytes) -> Path:
-    try:
-        write_whole(file, data)
-    except OSError as error:
-        raise UserError(f"{file}: cannot be written: {error.strerror}") from None
-    return file
+    for path, data in ((png, picture), (page, _page(run, status, curves, picture).encode())):
+        with writable(path):
+            write_whole(path, data)
+    return page
 
 
 def _page(run: Path, status: Mapping[str, Any], curves: Sequence[Curve], picture: bytes) -> str:

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from mlora.config import _REFUSED, GRID, AdapterConfig, DatasetConfig, PipelineConfig, RunConfig
+from mlora.config import GRID, REFUSED, AdapterConfig, DatasetConfig, PipelineConfig, RunConfig
 
 _PLAIN: dict[Any, dict[str, Any]] = {
     int: {"type": "integer"},
@@ -32,7 +32,7 @@ def config_schema() -> dict[str, Any]:
     run = _object(RunConfig)
     adapter = _object(AdapterConfig)
     adapter["properties"] |= {
-        key: {"enum": list(values), "description": f"only so: {why}"} for key, (values, why) in _REFUSED.items()
+        key: {"enum": list(values), "description": f"only so: {why}"} for key, (values, why) in REFUSED.items()
     }
     adapter["properties"]["grid"] = {
         "type": ["object", "null"],

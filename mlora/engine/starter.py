@@ -10,7 +10,7 @@ from pathlib import Path
 
 from mlora.config import load_config
 from mlora.data import FileSource
-from mlora.engine.output import write_whole
+from mlora.files import writable, write_whole
 from mlora.tasks.formats import FORMATS, guess_format
 from mlora.types import UserError
 
@@ -57,11 +57,9 @@ def write_starter(files: Sequence[Path], config: Path, base_model: str) -> list[
     head = _HEAD.format(file=config.name, base_model=_quoted(model), run=config.stem)
     if os.path.lexists(config):
         raise UserError(f"{config}: exists already; give another --output")
-    try:
+    with writable(config):
         config.parent.mkdir(parents=True, exist_ok=True)
         write_whole(config, (head + "".join(blocks)).encode())
-    except OSError as error:
-        raise UserError(f"{config}: cannot be written: {error.strerror}") from None
     load_config(config)
     return names
 

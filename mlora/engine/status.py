@@ -12,10 +12,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from mlora.checkpoint.versions import read_manifest, versions
+from mlora.checkpoint.versions import newest_manifest
 from mlora.engine.adapter_run import OVER, AdapterRun
 from mlora.engine.evaluation import best_of
-from mlora.engine.output import CHECKPOINTS, INBOX, STATUS, is_live, write_whole
+from mlora.engine.output import CHECKPOINTS, INBOX, STATUS, is_live
+from mlora.files import write_whole
 from mlora.types import UserError
 
 _EVERY_S = 1.0
@@ -131,14 +132,8 @@ def status_table(tree: dict[str, Any]) -> str:
 
 
 def _checkpoint(folder: Path) -> dict[str, Any] | None:
-    """The newest one whose manifest is sound; its tensors are not read."""
-    for path in reversed(versions(folder)):
-        try:
-            manifest = read_manifest(path)
-        except UserError:
-            continue
-        return {"step": manifest.step, "saved": manifest.saved, "folder": str(path)}
-    return None
+    newest = newest_manifest(folder)
+    return {"step": newest[1].step, "saved": newest[1].saved, "folder": str(newest[0])} if newest else None
 
 
 def _saved(adapter: dict[str, Any]) -> str:

@@ -14,14 +14,14 @@ import torch
 from mlora.adapters.state import AdapterState
 from mlora.adapters.targets import match_targets
 from mlora.checkpoint.peft_files import Matrices, adapter_files, read_adapter, read_note
-from mlora.config import REFUSED_KEYS, AdapterConfig, parse_config
+from mlora.config import REFUSED, AdapterConfig, parse_config
 from mlora.engine.output import ADAPTERS
 from mlora.models.decoder import Decoder
 from mlora.models.quantised import check_quantization, from_note
 from mlora.models.spec import ModelSpec, Quantization, linear_shapes, load_spec
 from mlora.models.weights import Checkpoint, resolve_base_model
-from mlora.pipeline.stage import Stage
-from mlora.types import Note, UserError
+from mlora.pipeline.stage import Batch, Stage
+from mlora.types import Microbatch, Note, SampleRef, Segment, UserError, padded
 
 _INERT = {  # what PEFT's file may say and no result depends on
     *("auto_mapping", "base_model_name_or_path", "inference_mode", "peft_version", "revision", "runtime_config"),
@@ -166,6 +166,13 @@ def stage_of(model: Decoder, adapters: Sequence[Trained]) -> Stage:
     return stage
 
 
+def one_sample(input_ids: torch.Tensor, slot: int) -> Batch:
+    """A batch for ``Stage.evaluate`` of one sample under the adapter in ``slot``."""
+    sample = (SampleRef(0, 0, len(input_ids)),)
+    segment = Segment(adapter=0, slot=slot, step=0, start=0, samples=sample, target_tokens=1, ends_step=True)
+    return Batch(Microbatch(0, (segment,), padded(len(input_ids))), input_ids, input_ids)
+
+
 def _kept(folder: Path) -> tuple[Quantization, torch.dtype] | None:
     note = read_note(folder)
     try:
@@ -189,7 +196,7 @@ def _folders(place: Path) -> list[Path]:
 def _adapter_config(fields: dict[str, object], folder: Path) -> AdapterConfig:
     """PEFT's fields that the engine knows, checked as if they stood in a configuration file; what it does not do is
     refused, and a field that it has never heard of told, since it might change what the matrices do."""
-    names = {field.name for field in dataclasses.fields(AdapterConfig)} | REFUSED_KEYS
+    names = {field.name for field in dataclasses.fields(AdapterConfig)} | REFUSED.keys()
     known = {key: value for key, value in fields.items() if key in names}
     for key, value in fields.items():
         if value and key not in names | _INERT:

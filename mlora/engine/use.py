@@ -8,17 +8,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-import torch
-
 from mlora.config import PipelineConfig, parse_config
+from mlora.engine.base import model_digest
 from mlora.engine.device import choose_device, choose_dtype
 from mlora.engine.layout import first_layers, layer_counts
 from mlora.engine.trained import BARE_SLOT, BASE, Trained, base_of, find_trained, kept_by_all, load_stage
-from mlora.engine.worker import Job, check_model, model_digest
+from mlora.engine.worker import Job, Seat, check_model
 from mlora.models.spec import Quantization, load_spec
 from mlora.pipeline.schedule import in_flight
 from mlora.pipeline.stage import Stage
-from mlora.pipeline.transport.base import Transport
 from mlora.types import UserError
 
 
@@ -38,13 +36,12 @@ class Use(Job):
         """Of the base model."""
         return Path(self.config.base_model)
 
-    def open_stage(self, device: torch.device, transport: Transport | None) -> Stage:
+    def open_stage(self, seat: Seat) -> Stage:
         """This stage's layers with all adapters."""
-        index = transport.stage if transport else 0
-        if index:
+        if seat.stage:
             check_model(self)
-        layers = range(*self.first_layers[index : index + 2])
-        return load_stage(self.folder, self.adapters, self.dtype, device, layers, self.quantization)
+        layers = range(*self.first_layers[seat.stage : seat.stage + 2])
+        return load_stage(self.folder, self.adapters, self.dtype, seat.device, layers, self.quantization)
 
 
 @dataclass(frozen=True)

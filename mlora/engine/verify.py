@@ -9,10 +9,9 @@ from pathlib import Path
 import torch
 
 from mlora.engine.device import prepare
-from mlora.engine.trained import Trained, base_of, find_trained, load_stage
+from mlora.engine.trained import BARE_SLOT, Trained, base_of, find_trained, load_stage, one_sample
 from mlora.models.spec import load_spec
-from mlora.pipeline.stage import Batch
-from mlora.types import Microbatch, SampleRef, Segment, UserError, padded
+from mlora.types import UserError
 
 _ROWS = 48  # tokens of the sample whose logits are compared
 _TOLERANCE = 1e-4  # relative to the largest logit, float32 on a CPU
@@ -62,9 +61,7 @@ def _engine_logits(base: Path, adapter: Trained, input_ids: torch.Tensor) -> tor
     device = torch.device("cpu")
     prepare(device)
     stage = load_stage(base, [adapter], torch.float32, device)
-    sample = (SampleRef(0, 0, len(input_ids)),)
-    segment = Segment(adapter=0, slot=1, step=0, start=0, samples=sample, target_tokens=1, ends_step=True)
-    return stage.evaluate(Batch(Microbatch(0, (segment,), padded(len(input_ids))), input_ids, input_ids))
+    return stage.evaluate(one_sample(input_ids, BARE_SLOT + 1))
 
 
 def _peft_logits(base: Path, folder: Path, input_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import hashlib
 import socket
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
 from mlora.adapters.state import AdapterState
 from mlora.config import RunConfig
+from mlora.engine.base import model_digest
 from mlora.models.decoder import Decoder
 from mlora.models.quantised import check_quantization, choose_quantization
 from mlora.models.spec import linear_shapes, load_spec
@@ -20,10 +19,10 @@ from mlora.models.weights import Checkpoint, resolve_base_model
 from mlora.pipeline.executor import Decider, Entry, Executor, Window
 from mlora.pipeline.stage import Stage
 from mlora.pipeline.transport.base import Transport
+from mlora.pipeline.transport.control import Control
 from mlora.types import Microbatch, UserError
 
 _LAST = 200  # actions that are looked at to say how full microbatches are
-_PIECES, _PIECE_BYTES = 256, 256  # of each weights file, for its digest
 
 Deliver = Callable[[Entry, Mapping[str, torch.Tensor]], None]
 Fetch = Callable[[Entry], Mapping[str, torch.Tensor]]
@@ -41,21 +40,23 @@ class Job:
     model_digest: str
 
 
-def model_digest(folder: Path) -> str:
-    """Of the model's configuration and of every weights file's name, size, header, and pieces all over it.
+@dataclass(frozen=True, kw_only=True)
+class Seat:
+    """Where a stage computes, and how it speaks with others.
 
-    Reading all of it would take minutes; weights that were trained further differ nearly everywhere.
+    ``transport`` carries its microbatches and ``stages`` reaches the stages of its replica; None where there is one.
+    ``world`` reaches all ranks; None in one process.
     """
-    digest = hashlib.blake2b((folder / "config.json").read_bytes(), digest_size=16)
-    for path in sorted(folder.glob("*.safetensors")):
-        with path.open("rb") as file:
-            header = file.read(8)
-            size = path.stat().st_size
-            digest.update(f"{path.name} {size} ".encode() + file.read(int.from_bytes(header, "little")))
-            for piece in range(_PIECES):
-                file.seek(size * piece // _PIECES)
-                digest.update(file.read(_PIECE_BYTES))
-    return digest.hexdigest()
+
+    device: torch.device
+    transport: Transport | None = None
+    stages: Control | None = None
+    world: Control | None = None
+
+    @property
+    def stage(self) -> int:
+        """From 0."""
+        return self.transport.stage if self.transport else 0
 
 
 def check_model(job: Job) -> None:
@@ -72,8 +73,7 @@ class Worker:
 
     Args:
         job: the run.
-        device: where this stage computes.
-        transport: this stage's messages; None where there is one stage.
+        seat: this stage's.
         deliver: takes an adapter's snapshot of this stage when it leaves or is saved, see ``Stage.snapshot``.
         fetch: brings the snapshot with which an adapter joins that goes on from a checkpoint.
         decider: on stage 0, decides about steps.
@@ -82,22 +82,20 @@ class Worker:
     def __init__(
         self,
         job: Job,
-        device: torch.device,
-        transport: Transport | None,
+        seat: Seat,
         deliver: Deliver,
         fetch: Fetch,
         decider: Decider | None = None,
     ) -> None:
-        index = transport.stage if transport else 0
-        folder = resolve_base_model(job.config.base_model)
-        self._job, self._device, self._deliver, self._fetch = job, device, deliver, fetch
+        folder, transport = resolve_base_model(job.config.base_model), seat.transport
+        self._job, self._device, self._deliver, self._fetch = job, seat.device, deliver, fetch
         self.waited_s = 0.0  # for snapshots
         self._spec = load_spec(folder)
-        self._layers = range(*job.first_layers[index : index + 2])
+        self._layers = range(*job.first_layers[seat.stage : seat.stage + 2])
         checkpoint = Checkpoint(folder, self._spec)
         quantization = choose_quantization(job.config, self._spec, checkpoint)
-        check_quantization(quantization, job.dtype, device)
-        model = Decoder(self._spec, checkpoint, self._layers, job.dtype, device, quantization)
+        check_quantization(quantization, job.dtype, seat.device)
+        model = Decoder(self._spec, checkpoint, self._layers, job.dtype, seat.device, quantization)
         # while one thread captures a graph, no other may allocate or launch: CUDA ends the capture
         graphs = transport is None or not transport.in_process
         self._stage = Stage(model, job.config.recompute is True, graphs)

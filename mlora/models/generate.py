@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from mlora.models.decoder import Decoder, LayerBanks
+from mlora.ops.attention import one_sequence
 from mlora.ops.elementwise import Heads
 from mlora.ops.routing import Routing, route
 from mlora.types import Microbatch, padded
@@ -95,19 +96,6 @@ class CachedDecoder:
             first, stop = first + new, length + new
             kv[0, length:stop], kv[1, length:stop] = k, v
             start = 0 if window is None else max(0, length - window + 1)  # the first that any new row sees
-            outputs.append(_over_cache(q, kv[:, start:stop], length - start, window))
+            outputs.append(one_sequence(q, kv[0, start:stop], kv[1, start:stop], length - start, window))
         padding = qkv_TC.new_zeros(routing.rows - first, heads.query * heads.size)
         return torch.cat([*outputs, padding]), None
-
-
-def _over_cache(q_NHE: torch.Tensor, kv_LKE: torch.Tensor, before: int, window: int | None) -> torch.Tensor:
-    """[N, H·E]; ``before`` of the rows in the cache stand before the first of q."""
-    new, total = len(q_NHE), kv_LKE.shape[1]
-    q, k, v = (x.transpose(0, 1)[None] for x in (q_NHE, kv_LKE[0], kv_LKE[1]))
-    mask = None
-    if (before and new > 1) or (window is not None and total > window):
-        distance = torch.arange(before, total, device=q.device)[:, None] - torch.arange(total, device=q.device)
-        mask = (distance >= 0) & (distance < (total + 1 if window is None else window))
-    causal = mask is None and new > 1
-    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, enable_gqa=True)
-    return out[0].transpose(0, 1).reshape(new, -1)

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib import import_module
 from importlib.util import find_spec
@@ -252,18 +252,24 @@ def check_quantization(quantization: Quantization | None, dtype: torch.dtype, de
         raise UserError(f"quantization: {quantization.kind} needs bitsandbytes: pip install 'mlora-engine[quant]'")
     if dtype == torch.float64:
         raise UserError(f"dtype: float64 is finer than {quantization.kind} is dequantised to; write float32")
-    try:
+
+    def comes_back() -> bool:
         small_OD = torch.ones(64, 64, dtype=dtype, device=device)
         _quantised(small_OD, quantization).write(small_OD)
-        works = bool((small_OD == 1).all())
-        reason = "a weight of ones did not come back"
-    except Exception as error:  # whatever its native library raises where it does not fit the device
-        works, reason = False, " ".join(str(error).split())
-    if not works:
-        raise UserError(
-            f"quantization: bitsandbytes does not work on this {device.type}: {reason}; see python -m bitsandbytes, or "
-            "leave quantization out"
-        )
+        return bool((small_OD == 1).all())
+
+    hint = "see python -m bitsandbytes, or leave quantization out"
+    _try("bitsandbytes", device, comes_back, "a weight of ones did not come back", hint)
+
+
+def _try(what: str, device: torch.device, works: Callable[[], bool], wrong: str, hint: str) -> None:
+    """Raises UserError where a small trial fails."""
+    try:
+        reason = "" if works() else wrong
+    except Exception as error:  # native libraries, torch and Triton raise what they like where they do not fit a device
+        reason = " ".join(str(error).split()) or type(error).__name__
+    if reason:
+        raise UserError(f"quantization: {what} does not work on this {device.type}: {reason}; {hint}")
 
 
 def _check_fits_fp8(quantization: Quantization, spec: ModelSpec) -> None:
@@ -296,18 +302,16 @@ def _check_fp8(dtype: torch.dtype, device: torch.device) -> None:
     if dtype == torch.float64 or (device.type == "cuda" and dtype != torch.bfloat16):
         name, wanted = str(dtype).removeprefix("torch."), "bfloat16" if device.type == "cuda" else "float32"
         raise UserError(f"dtype: {name} is not what products in fp8 give here; write {wanted}, or leave it out")
-    try:
+
+    def is_right() -> bool:
         x_TD = torch.linspace(-1, 1, 256 * 64, dtype=dtype, device=device).view(256, 64)
         q_TD, scale_T1 = quantise_rows(x_TD)
         weight_OD = Fp8Weight.of(q_TD[:64], scale_T1[:64], torch.ones(1, 64, device=device))
         wide_TD = q_TD.float() * scale_T1
         expected_TO = (wide_TD @ wide_TD[:64].T).to(dtype)
-        works = torch.allclose(weight_OD.forward(x_TD, None), expected_TO, rtol=0.02, atol=0.1)
-        reason = "a small product came out wrong"
-    except Exception as error:  # torch and Triton raise what they like where a device or a version lacks the product
-        works, reason = False, " ".join(str(error).split())
-    if not works:
-        raise UserError(f"quantization: fp8 does not work on this {device.type}: {reason}; {instead}")
+        return torch.allclose(weight_OD.forward(x_TD, None), expected_TO, rtol=0.02, atol=0.1)
+
+    _try("fp8", device, is_right, "a small product came out wrong", instead)
 
 
 def buffer_bytes(spec: ModelSpec, quantization: Quantization | None, dtype: torch.dtype) -> int:

@@ -14,6 +14,7 @@ import torch
 from transformers import AutoConfig, PretrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from mlora.files import readable
 from mlora.types import UserError
 
 _MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
@@ -136,9 +137,8 @@ def read_json(path: Path) -> dict[str, Any]:
     """The JSON object in a file. Raises UserError naming the file where there is none."""
     refuse_lfs_pointer(path)
     try:
-        tree = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read: {error.strerror}") from None
+        with readable(path):
+            tree = json.loads(path.read_text(encoding="utf-8"))
     except json.JSONDecodeError as error:
         raise UserError(f"{path}:{error.lineno}: not valid JSON: {error.msg}; fetch the file again") from None
     except UnicodeDecodeError:

@@ -12,12 +12,11 @@ from mlora.types import UserError
 _FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 
-def load_tokenizer(folder: Path, vocab_size: int | None = None) -> PreTrainedTokenizerFast:
+def load_tokenizer(folder: Path, vocab_size: int) -> PreTrainedTokenizerFast:
     """The fast tokenizer in a model's folder. Code that its configuration points to is never run.
 
-    ``vocab_size`` is the number of rows of the model's embedding; None leaves the largest token id unchecked.
-    Raises UserError naming the folder or file where there is no tokenizer, it cannot be read, or a token id lies
-    outside the embedding.
+    ``vocab_size`` is the number of rows of the model's embedding. Raises UserError naming the folder or file where
+    there is no tokenizer, it cannot be read, or a token id lies outside the embedding.
     """
     files = [folder / name for name in _FILES if (folder / name).exists()]
     if not files:
@@ -31,11 +30,7 @@ def load_tokenizer(folder: Path, vocab_size: int | None = None) -> PreTrainedTok
         raise UserError(f"{folder}: its tokenizer cannot be read (code beside it is never run): {reason}") from None
     if not isinstance(tokenizer, PreTrainedTokenizerFast):
         raise UserError(f"{folder}: {type(tokenizer).__name__} has no fast form; save a tokenizer.json beside it")
-    _check_ids(tokenizer, files[0], vocab_size)
-    return tokenizer
-
-
-def _check_ids(tokenizer: PreTrainedTokenizerFast, file: Path, vocab_size: int | None) -> None:
     token, index = max(tokenizer.get_vocab().items(), key=lambda item: item[1])
-    if vocab_size is not None and index >= vocab_size:
-        raise UserError(f"{file}: token {token!r} has id {index}, but the model's embedding has {vocab_size} rows")
+    if index >= vocab_size:
+        raise UserError(f"{files[0]}: token {token!r} has id {index}, but the model's embedding has {vocab_size} rows")
+    return tokenizer

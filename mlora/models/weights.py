@@ -27,13 +27,25 @@ _DOWNLOADS = ("model*.safetensors", "*.json", "*.jinja", "tokenizer.model", "mer
 class Weights(Protocol):
     """What a decoder is made of; see Checkpoint."""
 
-    def embedding(self) -> torch.Tensor: ...
-    def head(self) -> torch.Tensor: ...
-    def final_norm(self) -> torch.Tensor: ...
+    _spec: ModelSpec
+
+    def tensor(self, name: str) -> torch.Tensor: ...
     def layer(self, index: int) -> Mapping[str, torch.Tensor]: ...
 
+    def embedding(self) -> torch.Tensor:
+        """``[V, D]``, one row per token id."""
+        return self.tensor(_EMBEDDING)
 
-class Checkpoint:
+    def head(self) -> torch.Tensor:
+        """``[V, D]``; the embedding where the two are tied."""
+        return self.tensor(_EMBEDDING if self._spec.tied else _HEAD)
+
+    def final_norm(self) -> torch.Tensor:
+        """``[D]``, the weight of the norm before the head."""
+        return self.tensor(_NORM)
+
+
+class Checkpoint(Weights):
     """The weights in a model's folder, checked by their headers; tensors are read when they are asked for.
 
     Raises UserError naming the file where a tensor that ``spec`` needs is missing, of another shape or not a float (nor
@@ -92,14 +104,6 @@ class Checkpoint:
             found.setdefault(entry.file.name, []).append((name, shape, entry.dtype))
         return found
 
-    def embedding(self) -> torch.Tensor:
-        """``[V, D]``, one row per token id."""
-        return self.tensor(_EMBEDDING)
-
-    def head(self) -> torch.Tensor:
-        """``[V, D]``; the embedding where the two are tied."""
-        return self.tensor(head_name(self._spec))
-
     def layer(self, index: int) -> dict[str, torch.Tensor]:
         """All tensors of one decoder layer by short name, such as ``self_attn.q_proj.weight`` ``[O, D]``.
 
@@ -109,15 +113,6 @@ class Checkpoint:
         names = [f"{prefix}{name}" for name in _layer_shapes(self._spec)]
         names += [scale for name, found in self._scales.items() if name.startswith(prefix) for scale in found]
         return {name.removeprefix(prefix): self.tensor(name) for name in names}
-
-    def final_norm(self) -> torch.Tensor:
-        """``[D]``, the weight of the norm before the head."""
-        return self.tensor(_NORM)
-
-
-def head_name(spec: ModelSpec) -> str:
-    """The tensor that is the head."""
-    return _EMBEDDING if spec.tied else _HEAD
 
 
 def resolve_base_model(name: str) -> Path:

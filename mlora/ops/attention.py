@@ -1,6 +1,7 @@
 """Causal attention inside each sample of a packed microbatch.
 
-Letters: T packed rows, C columns of q, k and v together, N rows of one sample, H query heads, K key/value heads, E head dim.
+Letters: T packed rows, C columns of q, k and v together, N rows of one sample, L these and those kept before them,
+H query heads, K key/value heads, E head dim.
 """
 
 from __future__ import annotations
@@ -26,13 +27,18 @@ def attention(
         return kernels("attention").attention_forward(qkv_TC, *_geometry(heads, routing), window)
     outputs = []
     for sample_NC in qkv_TC[: sum(routing.sample_lengths)].split(routing.sample_lengths):
-        outputs.append(_one_sample(sample_NC, heads, window))
+        outputs.append(one_sequence(*heads.split(sample_NC), 0, window))
     padding = qkv_TC.new_zeros(routing.rows - sum(routing.sample_lengths), heads.query * heads.size)
     return torch.cat([*outputs, padding]), None
 
 
 def attention_backward(
-    dout: torch.Tensor, out: torch.Tensor, kept: Any, qkv_TC: torch.Tensor, heads: Heads, routing: Routing,
+    dout: torch.Tensor,
+    out: torch.Tensor,
+    kept: Any,
+    qkv_TC: torch.Tensor,
+    heads: Heads,
+    routing: Routing,
     window: int | None = None,
 ) -> torch.Tensor:
     """The gradient of q, k and v, [T, C]; 0 in the padding."""
@@ -43,7 +49,7 @@ def attention_backward(
         rows = slice(first, first + length)
         with torch.enable_grad():
             leaf_NC = qkv_TC[rows].detach().requires_grad_()
-            again = _one_sample(leaf_NC, heads, window)
+            again = one_sequence(*heads.split(leaf_NC), 0, window)
         (dqkv_TC[rows],) = torch.autograd.grad(again, leaf_NC, dout[rows])
         first += length
     return dqkv_TC
@@ -53,14 +59,15 @@ def _geometry(heads: Heads, routing: Routing) -> tuple[Any, ...]:
     return routing.starts, routing.lengths, routing.longest, heads.query, heads.key_value, heads.size
 
 
-def _one_sample(qkv_NC: torch.Tensor, heads: Heads, window: int | None) -> torch.Tensor:
-    q, k, v = (x.transpose(0, 1)[None] for x in heads.split(qkv_NC))
-    rows = len(qkv_NC)
-    mask = _window_mask(rows, window, qkv_NC.device) if window is not None and rows > window else None
-    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=True)
-    return out[0].transpose(0, 1).reshape(rows, -1)
-
-
-def _window_mask(rows: int, window: int, device: torch.device) -> torch.Tensor:
-    distance = torch.arange(rows, device=device)[:, None] - torch.arange(rows, device=device)
-    return (distance >= 0) & (distance < window)
+def one_sequence(
+    q_NHE: torch.Tensor, k_LKE: torch.Tensor, v_LKE: torch.Tensor, before: int, window: int | None
+) -> torch.Tensor:
+    """The plain form for one sequence of L rows, [N, H·E]; ``before`` of them stand before the first of q."""
+    new, total, mask = len(q_NHE), len(k_LKE), None
+    if (before and new > 1) or (window is not None and total > window):
+        distance = torch.arange(before, total, device=q_NHE.device)[:, None] - torch.arange(total, device=q_NHE.device)
+        mask = (distance >= 0) & (distance < (total + 1 if window is None else window))
+    q, k, v = (x.transpose(0, 1)[None] for x in (q_NHE, k_LKE, v_LKE))
+    causal = mask is None and before == 0
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, enable_gqa=True)
+    return out[0].transpose(0, 1).reshape(new, -1)

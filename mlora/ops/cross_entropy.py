@@ -21,8 +21,9 @@ def linear_cross_entropy(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Loss of each row and the gradient of Σ weights·loss.
 
-    Returns ``nll_N`` = -log softmax(hidden·Wᵀ)[label] in at least float32, unweighted, and ``dhidden_ND``. N must be a multiple of 16 so that no row's product depends on the others; rows of weight 0 give a
-    zero gradient. The weight is the row's share of its adapter's step: 1 / target tokens of that step.
+    Returns ``nll_N`` = -log softmax(hidden·Wᵀ)[label] in at least float32, unweighted, and ``dhidden_ND``. N must be a
+    multiple of 16 so that no row's product depends on the others; rows of weight 0 give a zero gradient. The weight is
+    the row's share of its adapter's step: 1 / target tokens of that step.
     """
     losses, grads = [], []
     for start in range(0, hidden_ND.shape[0], CHUNK_ROWS):

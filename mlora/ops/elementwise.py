@@ -27,9 +27,11 @@ class Heads:
     k_norm: torch.Tensor | None = None
     eps: float = 0.0
 
-    def split(self, qkv_TC: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def split(self, qkv_TC: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Views of q, k and v, each [T, H, E]."""
-        return qkv_TC.view(len(qkv_TC), -1, self.size).split([self.query, self.key_value, self.key_value], dim=1)
+        heads_TNE = qkv_TC.view(len(qkv_TC), -1, self.size)
+        q_THE, k_TKE, v_TKE = heads_TNE.split([self.query, self.key_value, self.key_value], dim=1)
+        return q_THE, k_TKE, v_TKE
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:

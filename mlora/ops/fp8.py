@@ -30,7 +30,8 @@ MULTIPLE = 16  # of which a weight's sides must be: 16 bytes
 
 @dataclass(frozen=True)
 class Fp8Weight:
-    """A frozen weight [O, D]: ``q_OD``, the same transposed, the rows' scales in float32, and ones in their place for dx."""
+    """A frozen weight [O, D]: ``q_OD``, the same transposed, the rows' scales in float32, and ones in place of them for
+    dx."""
 
     q_OD: torch.Tensor
     q_DO: torch.Tensor

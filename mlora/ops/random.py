@@ -2,10 +2,10 @@
 
 The generators are Philox (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011). Initial values and
 orders of rows come from Philox 4x64 with 10 rounds as NumPy carries it: key = (adapter seed, hash of the global module
-name), counter = (block, ordinal, step, purpose). Dropout is drawn where it is needed, on a GPU inside the kernels, so it
-takes the cheaper Philox 4x32 with 7 rounds (the fewest that pass all of that paper's tests), 16 bits for an element:
-key = hash of the above, counter = (column // 8, position, ordinal, step). So a mask needs no storage, and stages, slots,
-neighbours and order of joining cannot change it.
+name), or (seed, epoch) for rows; counter = (block, ordinal, step, purpose). Dropout is drawn where it is needed, on a
+GPU inside the kernels, so it takes the cheaper Philox 4x32 with 7 rounds (the fewest that pass all of that paper's
+tests), 16 bits for an element: key = hash of the above, counter = (column // 8, position, ordinal, step). So a mask
+needs no storage, and stages, slots, neighbours and order of joining cannot change it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-INIT_A, INIT_B, PERMUTATION = range(1, 4)  # purposes: the last word of the counter of Philox 4x64
+INIT_A, INIT_B = 1, 2  # purposes: the last word of the counter of Philox 4x64
 ROUNDS = 7  # of Philox 4x32
 _WORD_ORDER = (0, 2, 1, 3)  # in which a counter's four words serve its eight columns, two each, the low half first
 _ROWS_AT_ONCE = 64  # keeps the arrays of a mask in the processor's cache
@@ -35,6 +35,14 @@ def philox(key: Key, purpose: int, step: int = 0, ordinal: int = 0) -> np.random
     return np.random.Philox(
         key=np.array(key, dtype=np.uint64), counter=np.array([0, ordinal, step, purpose], dtype=np.uint64)
     )
+
+
+def shuffled(key: Key, purpose: int, rows: int) -> np.ndarray:
+    """Numbers below ``rows`` in an order that key and purpose decide.
+
+    Sorting raw words keeps it independent of numpy's version, which ``Generator.permutation`` is not.
+    """
+    return np.argsort(philox(key, purpose).random_raw(rows), kind="stable")
 
 
 def dropout_key(key: Key) -> int:
@@ -59,7 +67,8 @@ def keep_mask(key: Key, step: int, ordinal: int, rows: int, columns: int, dropou
         positions = np.arange(first, min(first + _ROWS_AT_ONCE, rows), dtype=np.uint64)[:, None]
         words = _philox_4x32(dropout_key(key), blocks, positions, ordinal, step)
         halves = np.stack([words[i] for i in _WORD_ORDER], axis=-1).astype("<u4").view("<u2")
-        keep[first : first + len(positions)] = halves.reshape(len(positions), -1)[:, :columns] >= dropout_threshold(dropout)
+        draws = halves.reshape(len(positions), -1)[:, :columns]
+        keep[first : first + len(positions)] = draws >= dropout_threshold(dropout)
     return torch.from_numpy(keep)
 
 

@@ -334,8 +334,8 @@ def _told(action: Action, error: Exception) -> str:
     if isinstance(error, torch.OutOfMemoryError) and action.microbatch is not None:
         lengths = action.microbatch.sample_lengths()
         return (
-            f"out of memory with {action.microbatch.rows} rows of {len(lengths)} samples, the longest of {max(lengths)} "
-            "tokens; lower microbatch_tokens or the adapter's max_length, or write recompute: true"
+            f"out of memory with {action.microbatch.rows} rows of {len(lengths)} samples, the longest of "
+            f"{max(lengths)} tokens; lower microbatch_tokens or the adapter's max_length, or write recompute: true"
         )
     return f"{type(error).__name__}: {error}"
 

@@ -49,8 +49,8 @@ class Graphs:
     def forward(self, x_TD: torch.Tensor, packed: Any, layout: Hashable) -> tuple[torch.Tensor, Any]:
         """As the slice's own; the first microbatch of its kind runs without a graph, which compiles its kernels.
 
-        ``packed`` has ``kind``, ``clone()`` and ``copy_()``. ``layout``: of the adapters' matrices; when it changes, the
-        graphs are made anew.
+        ``packed`` has ``kind``, ``clone()`` and ``copy_()``. ``layout``: of the adapters' matrices; when it changes,
+        the graphs are made anew.
         """
         if layout != self._layout:
             self._layout = layout

@@ -24,7 +24,8 @@ from mlora.pipeline.graphs import MOST_ROWS, Graphs
 from mlora.pipeline.graphs import Flight as GraphFlight
 from mlora.types import IGNORE, MERGED_LINEARS, ROW_MULTIPLE, Microbatch, Segment, StepDecision, padded
 
-_FLOAT16_SCALE = 2.0**12  # float16 gradients of one token in thousands would vanish; a power of two is taken out exactly
+# Gradients of one token in thousands would vanish in float16; a power of two is taken out exactly.
+_FLOAT16_SCALE = 2.0**12
 
 Banks = Mapping[int, Mapping[str, LinearBank]]  # layer -> merged linear -> matrices by slot
 
@@ -91,7 +92,8 @@ class Stage:
         self._recompute = recompute
         self._most_graph_rows = MOST_ROWS if graphs else 0
         self._banks: Banks = {
-            layer: {merged: LinearBank(len(paths)) for merged, paths in MERGED_LINEARS.items()} for layer in model.layers
+            layer: {merged: LinearBank(len(paths)) for merged, paths in MERGED_LINEARS.items()}
+            for layer in model.layers
         }
         self._optimizers: dict[int, Optimizer] = {}
         self._states: dict[int, AdapterState] = {}

@@ -244,6 +244,12 @@ class Format:
     turns: Callable[[Fields], list[Turn]] | None = None
     plain: Callable[[Fields], tuple[str, str]] | None = None
 
+    def conversation(self, fields: Fields) -> Conversation:
+        """Of a format with ``turns``."""
+        assert self.turns is not None
+        tools = fields.tools() if "tools" in self.optional else ()
+        return Conversation(turns=tuple(self.turns(fields)), tools=tools)
+
     def fits(self, row: Row, columns: Mapping[str, str]) -> bool:
         """Whether the row has all required columns and the format knows every name in ``columns``."""
         known = {*self.required, *self.optional}

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from mlora.config import DatasetConfig
-from mlora.tasks.formats import Conversation, Fields, Format, guess_format, named_format
+from mlora.tasks.formats import Fields, Format, guess_format, named_format
 from mlora.tasks.labels import Splitter
 from mlora.tasks.sft import chat_template
 from mlora.types import Row, UserError
@@ -33,12 +33,12 @@ class Prompter:
         form, row = self._format(row)
         fields = Fields(row, self._config.columns)
         if form.turns and self._template:
-            tools = fields.tools() if "tools" in form.optional else ()
-            turns = form.turns(fields)
-            asked = turns[:-1] if turns and turns[-1].role == "assistant" else turns
-            if not asked:
+            chat = form.conversation(fields)
+            if chat.turns and chat.turns[-1].role == "assistant":
+                chat = chat.first(len(chat.turns) - 1)
+            if not chat.turns:
                 raise row.error(None, "the conversation asks nothing; give it a user's turn")
-            ids = self.split(self._template.render_prompt(Conversation(turns=tuple(asked), tools=tools), row))
+            ids = self.split(self._template.render_prompt(chat, row))
         elif form.plain:
             ids = self._splitter.leading + self.split(form.plain(fields)[0])
         else:

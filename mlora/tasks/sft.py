@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import tokenizers
 
 from mlora.config import DatasetConfig
+from mlora.files import readable
 from mlora.tasks.formats import Conversation, Fields, Format, check_columns, guess_format, named_format
 from mlora.tasks.labels import Splitter, Tokens, trained_tokens
 from mlora.tasks.template import ChatTemplate, Rendered
@@ -84,8 +85,7 @@ class SftTask:
     def _render(self, form: Format, row: Row) -> Rendered | str:
         fields = Fields(row, self._config.columns)
         if form.turns and self._template:
-            tools = fields.tools() if "tools" in form.optional else ()
-            return self._render_chat(self._template, Conversation(turns=tuple(form.turns(fields)), tools=tools), row)
+            return self._render_chat(self._template, form.conversation(fields), row)
         if form.plain is None:
             raise UserError(
                 f"{row.file}: conversations need a chat template and there is none; give dataset.chat_template a file"
@@ -163,11 +163,11 @@ def chat_template(config: DatasetConfig, tokenizer: PreTrainedTokenizerBase) -> 
 
 
 def _read_template(path: Path) -> str:
+    place = f"dataset.chat_template: {path}"
     try:
-        if not (path.is_file() or path.is_dir()) and path.exists():  # reading a pipe would wait for ever
-            raise UserError(f"dataset.chat_template: {path}: is not a regular file; give a file with a Jinja template")
-        return path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"dataset.chat_template: {path}: cannot be read: {error.strerror}") from None
+        with readable(place):
+            if not (path.is_file() or path.is_dir()) and path.exists():  # reading a pipe would wait for ever
+                raise UserError(f"{place}: is not a regular file; give a file with a Jinja template")
+            return path.read_text(encoding="utf-8")
     except UnicodeDecodeError:
-        raise UserError(f"dataset.chat_template: {path}: is not UTF-8; give a file with a Jinja template") from None
+        raise UserError(f"{place}: is not UTF-8; give a file with a Jinja template") from None

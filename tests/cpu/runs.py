@@ -47,6 +47,41 @@ def files_up_to(size: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
+def config(model: Path, adapters: list[dict[str, Any]], folder: Path, stages: int = 1, **top: Any) -> dict[str, Any]:
+    """A run over so many stages of this process."""
+    pipeline = {"stages": stages, "transport": "local"}
+    return {"base_model": str(model), "output_dir": str(folder), "adapters": adapters, "pipeline": pipeline, **top}
+
+
+def subject_and_other(folder: Path) -> list[dict[str, Any]]:
+    """Two adapters, the first with ragged rows, dropout and accumulation."""
+    common = {"learning_rate": 1e-2, "max_steps": 4, "warmup_steps": 0, "per_device_train_batch_size": 3}
+    return [
+        {"name": "subject", "dataset": str(write_rows(folder / "a.jsonl", 23, seed=1, longest=30)), "r": 8}
+        | {"lora_dropout": 0.1, "gradient_accumulation_steps": 2}
+        | common,
+        {"name": "other", "dataset": str(write_rows(folder / "b.jsonl", 30, seed=2)), "r": 4, "seed": 3}
+        | {"target_modules": ["q_proj", "down_proj"]}
+        | common,
+    ]
+
+
+def assert_company_changes_no_bit(folder: Path, model: Path, **top: Any) -> None:
+    """An adapter alone, and beside another in several cuts into microbatches and stages, with recompute or without."""
+    subject, other = subject_and_other(folder)
+    alone = outcome(run(folder / "alone", model, [subject], **top), "subject")
+    two = {"pipeline": {"stages": 2, "transport": "local"}}
+    ways: tuple[dict[str, Any], ...] = (
+        {"microbatch_tokens": 16},
+        {"microbatch_tokens": 60, "recompute": True},
+        {"microbatch_tokens": 150, **two},
+        {"microbatch_tokens": 60, "recompute": True, **two},
+    )
+    for number, way in enumerate(ways):
+        shared = run(folder / str(number), model, [other, subject], **top, **way)
+        assert not alone.differences(outcome(shared, "subject")), way
+
+
 @dataclass(frozen=True, eq=False)
 class Outcome:
     """Everything of an adapter that must not change with its surroundings."""

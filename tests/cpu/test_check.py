@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
+import inspect
 import json
 import os
 import re
@@ -131,6 +132,15 @@ def test_the_schema_has_every_key_and_takes_what_the_reader_takes(config):
     for change in ({"microbatch_token": 3}, {"dtype": "int8"}, {"adapters": []}, {"defaults": {"use_dora": True}}):
         with pytest.raises(jsonschema.ValidationError):
             jsonschema.validate(tree | change, schema)
+
+
+@pytest.mark.parametrize("kind", [RunConfig, AdapterConfig])
+def test_the_schema_says_what_stands_behind_a_key(kind):
+    schema = config_schema()
+    properties = schema["properties"] if kind is RunConfig else schema["$defs"]["adapter"]["properties"]
+    told = {entry["description"] for entry in properties.values() if "description" in entry}
+    written = re.findall(r"  # (.+)$", inspect.getsource(kind).partition("    def ")[0], re.MULTILINE)
+    assert written and told >= set(written)
 
 
 def test_the_schema_is_printed(capsys):

@@ -23,18 +23,13 @@ from mlora.engine.evaluation import EvaluationReport, best_of, fruitless, is_due
 from mlora.models.tokenizer import load_tokenizer
 from mlora.tasks import SftTask
 from tests.cpu.runs import outcome, run, write_rows
-from tests.cpu.tiny import VOCAB, save_tiny
+from tests.cpu.tiny import VOCAB
 
 NAMES = "abc"
 
 
 class Crash(Exception):
     pass
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return save_tiny(tmp_path_factory.mktemp("model"), "llama3.2", num_hidden_layers=4)
 
 
 @pytest.fixture(scope="module")

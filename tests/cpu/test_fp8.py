@@ -20,7 +20,7 @@ from mlora.models.spec import Quantization, load_spec
 from mlora.models.weights import Checkpoint
 from mlora.ops.fp8 import E4M3, Fp8Weight, quantise_rows
 from mlora.types import UserError
-from tests.cpu.runs import outcome, run, write_rows
+from tests.cpu.runs import assert_company_changes_no_bit, outcome, run, subject_and_other
 from tests.cpu.tiny import save_tiny
 
 CPU = torch.device("cpu")
@@ -105,40 +105,17 @@ def test_large_numbers_in_other_rows_change_no_bit() -> None:
     assert torch.equal(kept.forward(x[:16], None), y[:16])
 
 
-def _adapters(folder: Path) -> list[dict[str, object]]:
-    common = {"learning_rate": 1e-2, "max_steps": 4, "warmup_steps": 0, "per_device_train_batch_size": 3}
-    return [
-        {"name": "subject", "dataset": str(write_rows(folder / "a.jsonl", 23, seed=1, longest=30)), "r": 8}
-        | {"lora_dropout": 0.1, "gradient_accumulation_steps": 2}
-        | common,
-        {"name": "other", "dataset": str(write_rows(folder / "b.jsonl", 30, seed=2)), "r": 4, "seed": 3}
-        | {"target_modules": ["q_proj", "down_proj"]}
-        | common,
-    ]
-
-
 @needs_products
 @pytest.mark.parametrize("family", ["llama3.1", "qwen2"])
 def test_company_cuts_stages_and_recompute_change_no_bit(tmp_path: Path, family: str) -> None:
     """qwen2 has biases."""
     model = save_tiny(tmp_path / "model", family)
-    subject, other = _adapters(tmp_path)
-    alone = outcome(run(tmp_path / "alone", model, [subject], quantization="fp8"), "subject")
-    two = {"pipeline": {"stages": 2, "transport": "local"}}
-    ways = (
-        {"microbatch_tokens": 16},
-        {"microbatch_tokens": 60, "recompute": True},
-        {"microbatch_tokens": 150, **two},
-        {"microbatch_tokens": 60, "recompute": True, **two},
-    )
-    for number, way in enumerate(ways):
-        shared = run(tmp_path / str(number), model, [other, subject], quantization="fp8", **way)
-        assert not alone.differences(outcome(shared, "subject")), way
+    assert_company_changes_no_bit(tmp_path, model, quantization="fp8")
 
 
 @needs_products
 def test_it_trains_like_the_model_that_was_not_rounded(tmp_path: Path, model: Path) -> None:
-    subject = _adapters(tmp_path)[0] | {"max_steps": 16, "learning_rate": 4e-3}
+    subject = subject_and_other(tmp_path)[0] | {"max_steps": 16, "learning_rate": 4e-3}
     plain = outcome(run(tmp_path / "plain", model, [subject]), "subject").losses
     rounded = outcome(run(tmp_path / "fp8", model, [subject], quantization="fp8"), "subject").losses
     assert plain[-1] < 0.8 * plain[0]

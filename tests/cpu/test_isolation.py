@@ -13,15 +13,9 @@ import mlora
 from mlora.checkpoint import versions
 from mlora.engine.status import read_status
 from mlora.pipeline.stage import Stage
-from tests.cpu.runs import outcome, write_rows
-from tests.cpu.tiny import save_tiny
+from tests.cpu.runs import config, outcome, write_rows
 
 NAMES = "abc"
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return save_tiny(tmp_path_factory.mktemp("model"), "llama3.2", num_hidden_layers=4)
 
 
 @pytest.fixture(scope="module")
@@ -30,11 +24,6 @@ def adapters(tmp_path_factory):
     common = {"learning_rate": 1e-2, "max_steps": 8, "warmup_steps": 0, "per_device_train_batch_size": 3}
     rows = {name: str(write_rows(folder / f"{name}.jsonl", 12, i, 20)) for i, name in enumerate(NAMES)}
     return [common | {"name": name, "dataset": rows[name], "r": 8, "lora_dropout": 0.1} for name in NAMES]
-
-
-def config(model, adapters, folder, stages=1, **top):
-    pipeline = {"stages": stages, "transport": "local"}
-    return {"base_model": str(model), "output_dir": str(folder), "adapters": adapters, "pipeline": pipeline, **top}
 
 
 @pytest.fixture(scope="module")

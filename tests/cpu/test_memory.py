@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from transformers import LlamaConfig
@@ -95,9 +97,10 @@ def test_a_long_sample_counts(spec):
     assert model.choose(80 * GIB, 32768, None) == (8192, True)
 
 
-def test_without_a_gpu_auto_is_2048_rows_and_what_is_written_stays(spec):
+def test_without_a_gpu_auto_is_2048_rows_and_what_is_written_stays():
     tree = {"base_model": "none", "device": "cpu", "adapters": [{"name": "a", "dataset": "none"}]}
-    config = fitted(parse_config(tree), spec, (32,), (1,), [])
+    base = SimpleNamespace(device=torch.device("cpu"))
+    config = fitted(parse_config(tree), base, (32,), (1,), [])
     assert rows_of(config) == 2048 and config.recompute is False
-    config = fitted(parse_config(tree | {"microbatch_tokens": 300, "recompute": True}), spec, (32,), (1,), [])
+    config = fitted(parse_config(tree | {"microbatch_tokens": 300, "recompute": True}), base, (32,), (1,), [])
     assert rows_of(config) == 300 and config.recompute is True

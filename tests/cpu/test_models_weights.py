@@ -330,7 +330,7 @@ def test_tokenizer_beside_every_family(family: str, tmp_path: Path) -> None:
     assert tokenizer.apply_chat_template(messages, tokenize=False) == "<|im_start|>user\nHi<|im_end|>\n"
 
 
-def tokenizer_refusal(folder: Path, vocab_size: int | None = None) -> str:
+def tokenizer_refusal(folder: Path, vocab_size: int = 1 << 20) -> str:
     with pytest.raises(UserError) as caught:
         load_tokenizer(folder, vocab_size)
     assert "\n" not in str(caught.value)

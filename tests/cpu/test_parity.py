@@ -101,7 +101,7 @@ def _plus(folder):
 
 def _reference(model, adapter, dtype, quantization=None) -> Reference:
     config = parse_config({"base_model": "x", "adapters": [adapter]}).adapters[0]
-    task = SftTask(config.dataset, load_tokenizer(model), 256, VOCAB)
+    task = SftTask(config.dataset, load_tokenizer(model, VOCAB), 256, VOCAB)
     data = open_tokens(open_source(config.dataset), task.encode, task.digest, cache_folder() / "tokens")
     steps = config.max_steps
     return train_with_peft(model, config, data, steps, warmup_steps(config, steps), dtype, quantization)

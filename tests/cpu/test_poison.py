@@ -6,14 +6,8 @@ import pytest
 
 from mlora.pipeline.stage import Stage
 from tests.cpu.runs import outcome, run, write_rows
-from tests.cpu.tiny import save_tiny
 
 NAMES = "abcd"
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return save_tiny(tmp_path_factory.mktemp("model"), "llama3.2", num_hidden_layers=4)
 
 
 @pytest.fixture(scope="module")

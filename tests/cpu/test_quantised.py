@@ -32,7 +32,7 @@ from mlora.models.spec import ModelSpec, Quantization, linear_shapes, load_spec
 from mlora.models.weights import Checkpoint, linear_names
 from mlora.types import MERGED_LINEARS, UserError, module_name
 from tests.cpu.packing import packed
-from tests.cpu.runs import outcome, run, write_rows
+from tests.cpu.runs import assert_company_changes_no_bit, outcome, run, subject_and_other, write_rows
 from tests.cpu.test_models_logits import no_adapters
 from tests.cpu.tiny import VOCAB, save_tiny, tiny_tokenizer
 
@@ -225,7 +225,7 @@ def test_a_stored_weight_is_no_view_of_its_file(stored: Callable[[str], Path], t
 def test_a_quantised_base_is_a_dense_one_with_the_dequantised_weights(tmp_path: Path, model: Path, name: str) -> None:
     """The same bits over a training with dropout, so the same as a dense model in all that other tests say of one."""
     dense = dequantised_copy(model, KINDS[name], tmp_path / "dense")
-    adapters = _adapters(tmp_path)[:1]
+    adapters = subject_and_other(tmp_path)[:1]
     ours = outcome(run(tmp_path / "a", model, adapters, **KEYS[name]), "subject")
     theirs = outcome(run(tmp_path / "b", dense, adapters), "subject")
     original = outcome(run(tmp_path / "c", model, adapters), "subject")
@@ -237,39 +237,16 @@ def test_a_quantised_base_is_a_dense_one_with_the_dequantised_weights(tmp_path: 
 def test_an_adapter_of_a_stored_base_gives_the_engines_logits_in_peft(
     tmp_path: Path, stored: Callable[[str], Path], name: str
 ) -> None:
-    results = run(tmp_path / "run", stored(name), _adapters(tmp_path)[:1])
+    results = run(tmp_path / "run", stored(name), subject_and_other(tmp_path)[:1])
     config = json.loads((results.adapters["subject"].folder / "adapter_config.json").read_text())
     assert config["base_model_name_or_path"] == str(stored(name))
     (check,) = verify_run(tmp_path / "run")
     assert check.ok, check
 
 
-def _adapters(folder: Path) -> list[dict[str, object]]:
-    common = {"learning_rate": 1e-2, "max_steps": 4, "warmup_steps": 0, "per_device_train_batch_size": 3}
-    return [
-        {"name": "subject", "dataset": str(write_rows(folder / "a.jsonl", 23, seed=1, longest=30)), "r": 8}
-        | {"lora_dropout": 0.1, "gradient_accumulation_steps": 2}
-        | common,
-        {"name": "other", "dataset": str(write_rows(folder / "b.jsonl", 30, seed=2)), "r": 4, "seed": 3}
-        | {"target_modules": ["q_proj", "down_proj"]}
-        | common,
-    ]
-
-
 @pytest.mark.parametrize("name", ["nf4 double", "int8"])
 def test_company_cuts_stages_and_recompute_change_no_bit(tmp_path: Path, model: Path, name: str) -> None:
-    subject, other = _adapters(tmp_path)
-    alone = outcome(run(tmp_path / "alone", model, [subject], **KEYS[name]), "subject")
-    two = {"pipeline": {"stages": 2, "transport": "local"}}
-    ways = (
-        {"microbatch_tokens": 16},
-        {"microbatch_tokens": 60, "recompute": True},
-        {"microbatch_tokens": 150, **two},
-        {"microbatch_tokens": 60, "recompute": True, **two},
-    )
-    for number, way in enumerate(ways):
-        shared = run(tmp_path / str(number), model, [other, subject], **KEYS[name], **way)
-        assert not alone.differences(outcome(shared, "subject")), way
+    assert_company_changes_no_bit(tmp_path, model, **KEYS[name])
 
 
 @pytest.mark.parametrize("recompute", [False, True])
@@ -586,7 +563,7 @@ def test_a_word_in_the_configuration_without_quantised_weights(
 
 
 def test_a_run_does_not_go_on_with_other_weights(tmp_path: Path, model: Path) -> None:
-    subject, _ = _adapters(tmp_path)
+    subject, _ = subject_and_other(tmp_path)
     run(tmp_path / "run", model, [subject], quantization="nf4")
     config = {"base_model": str(model), "output_dir": str(tmp_path / "run"), "adapters": [subject | {"max_steps": 6}]}
     text = refusal(lambda: mlora.train(config, resume="auto"))

@@ -16,6 +16,7 @@ from mlora.checkpoint.versions import versions
 from mlora.data import shares
 from mlora.engine.adapter_run import AdapterRun
 from mlora.types import LINEAR_MODULES, Segment
+from tests.cpu import runs
 from tests.cpu.runs import outcome, write_rows
 from tests.cpu.tiny import save_tiny
 
@@ -24,11 +25,6 @@ NAMES = "abcd"
 
 class Crash(Exception):
     pass
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return save_tiny(tmp_path_factory.mktemp("model"), "llama3.2", num_hidden_layers=4)
 
 
 @pytest.fixture(scope="module")
@@ -48,17 +44,8 @@ def adapters(tmp_path_factory):
     ]
 
 
-def config(model, adapters, folder, stages=1, **top):
-    pipeline = {"stages": stages, "transport": "local"}
-    return {
-        "base_model": str(model),
-        "output_dir": str(folder),
-        "adapters": adapters,
-        "microbatch_tokens": 120,
-        "pipeline": pipeline,
-        "save_steps": 2,
-        **top,
-    }
+def config(*arguments, **top):
+    return runs.config(*arguments, **{"microbatch_tokens": 120, "save_steps": 2, **top})
 
 
 def metrics(folder):

@@ -8,12 +8,6 @@ import pytest
 
 from mlora.adapters.state import AdapterState
 from tests.cpu.runs import outcome, run, write_rows
-from tests.cpu.tiny import save_tiny
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return save_tiny(tmp_path_factory.mktemp("model"), "llama3.2", num_hidden_layers=4)
 
 
 @pytest.fixture(scope="module")

@@ -17,16 +17,10 @@ from mlora import UserError, cli
 from mlora.engine import inbox, leader
 from mlora.engine.inbox import leave_adapters, leave_stop
 from mlora.engine.status import read_status, status_table
-from tests.cpu.runs import outcome, write_rows
-from tests.cpu.tiny import save_tiny
+from tests.cpu.runs import config, outcome, write_rows
 
 ENDLESS = 20_000  # minutes: a test that fails ends, too
 DEADLINE_S = 60
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return save_tiny(tmp_path_factory.mktemp("model"), "llama3.2", num_hidden_layers=4)
 
 
 @pytest.fixture(scope="module")
@@ -35,11 +29,6 @@ def adapters(tmp_path_factory):
     common = {"learning_rate": 1e-2, "warmup_steps": 0, "per_device_train_batch_size": 2, "r": 4, "max_steps": 6}
     rows = {name: str(write_rows(folder / f"{name}.jsonl", 12, i, 20)) for i, name in enumerate("abc")}
     return [common | {"name": name, "dataset": rows[name]} for name in "abc"]
-
-
-def config(model, adapters, folder, stages=1, **top):
-    pipeline = {"stages": stages, "transport": "local"}
-    return {"base_model": str(model), "output_dir": str(folder), "adapters": adapters, "pipeline": pipeline, **top}
 
 
 @pytest.fixture(autouse=True)

@@ -35,12 +35,12 @@ PLACES = {
         Place("mlora.pipeline.stage:Stage.step", -1),
     ),
     "save": (
-        Place("mlora.checkpoint.versions:sync_path", 0),
+        Place("mlora.files:sync_path", 0),
         Place("mlora.pipeline.stage:Stage.snapshot", -1),
         Place("mlora.checkpoint.versions:_sealed", 0),
     ),
     "plan": (Place("mlora.pipeline.schedule.planner:Planner.window", 0),),
-    "export": (Place("mlora.checkpoint.peft_files:_compare", 0), Place("mlora.checkpoint.peft_files:_sync", 0)),
+    "export": (Place("mlora.checkpoint.peft_files:_compare", 0), Place("mlora.engine.exporter:model_card", 0)),
 }
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from mlora import UserError, cli, load_config, parse_config
-from mlora.config import _REFUSED, AdapterConfig, DatasetConfig, PipelineConfig, RunConfig
+from mlora.config import REFUSED, AdapterConfig, DatasetConfig, PipelineConfig, RunConfig
 
 ROOT = Path(__file__).parents[2]
 
@@ -213,14 +213,14 @@ WANTED = {  # what one would write to ask for it
 
 
 def test_every_refused_key_is_tried():
-    assert WANTED.keys() == _REFUSED.keys()
+    assert WANTED.keys() == REFUSED.keys()
 
 
 @pytest.mark.parametrize("key", WANTED)
 def test_what_the_engine_does_not_do_is_refused_by_name_and_its_neutral_value_is_taken(key):
     message = _message(_tree(**{key: WANTED[key]}))
     assert message.startswith(f"adapters[a].{key}: {WANTED[key]!r} is not supported: ") and "leave it out" in message
-    for neutral in _REFUSED[key][0]:
+    for neutral in REFUSED[key][0]:
         assert _adapter(**{key: neutral}) == _adapter()
 
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import ast
+import subprocess
+import sys
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,7 +14,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 ROWS = (  # lowest first
     ("mlora.types",),
-    ("mlora.names",),
+    ("mlora.files", "mlora.names"),
     ("mlora.config",),
     ("mlora.ops", "mlora.pipeline.transport", "mlora.pipeline.schedule", "mlora.pipeline.graphs"),
     ("mlora.adapters",),
@@ -22,7 +25,7 @@ ROWS = (  # lowest first
 )
 HEIGHT = {unit: height for height, row in enumerate(ROWS) for unit in row}
 DOORS = ("mlora", "mlora.__main__", "mlora.pipeline")  # packages' own files: they say what a user imports
-NO_TORCH = ("mlora.types", "mlora.names", "mlora.config", "mlora.cli", "mlora.pipeline.schedule")
+NO_TORCH = ("mlora.types", "mlora.files", "mlora.names", "mlora.config", "mlora.cli", "mlora.pipeline.schedule")
 NO_ENVIRONMENT = (
     "mlora.ops",
     "mlora.adapters",
@@ -86,6 +89,17 @@ def test_what_never_imports_torch(unit):
             )
             if unit != "mlora.cli":
                 assert not [found for _, found in _imports(path) if found.split(".")[0] == "torch"], path
+
+
+def test_ruff_looks_at_every_module_but_those_that_it_is_told_to_leave_out():
+    """A bare name such as ops would leave out mlora/ops, too."""
+    ruff = [sys.executable, "-m", "ruff", "check", "--show-files", "mlora"]
+    seen = subprocess.run(ruff, cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
+    unseen = {path.relative_to(ROOT).as_posix() for path in FILES.values()} - {
+        Path(line).relative_to(ROOT).as_posix() for line in seen
+    }
+    left_out = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["ruff"]["extend-exclude"]
+    assert [name for name in unseen if not name.startswith(tuple(left_out))] == []
 
 
 def test_nobody_imports_through_the_links_at_the_root():

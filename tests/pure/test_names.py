@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from mlora import cli, names, parse_config
-from mlora.config import _REFUSED, AdapterConfig, DatasetConfig, RunConfig
+from mlora.config import REFUSED, AdapterConfig, DatasetConfig, RunConfig
 from mlora.types import Note, UserError
 
 ROOT = Path(__file__).parents[2]
@@ -38,7 +38,7 @@ def message(*args, **keys):
 )
 def test_every_alias_leads_to_a_key_and_is_none(table, cls):
     keys = {field.name for field in dataclasses.fields(cls)}
-    assert set(table.values()) <= keys | (set(_REFUSED) if cls is AdapterConfig else set()) and not set(table) & keys
+    assert set(table.values()) <= keys | (set(REFUSED) if cls is AdapterConfig else set()) and not set(table) & keys
 
 
 def test_the_page_on_names_has_every_alias_beside_its_key():
@@ -49,7 +49,7 @@ def test_the_page_on_names_has_every_alias_beside_its_key():
     ]
     for alias, name in (names.RUN | names.ADAPTER | names.DATASET).items():
         if not alias.startswith("peft_"):
-            assert any((f"`{name}`" in here or name in _REFUSED) and f"`{alias}" in also for here, also in rows), alias
+            assert any((f"`{name}`" in here or name in REFUSED) and f"`{alias}" in also for here, also in rows), alias
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,6 @@
 """The schedule of the pipeline: stream, actions, their order, checker, simulator and pictures. Never imports torch."""
 
-from mlora.pipeline.schedule.actions import Action, Kind, parse
+from mlora.pipeline.schedule.actions import Action, parse
 from mlora.pipeline.schedule.checker import ScheduleError, check
 from mlora.pipeline.schedule.deps import deps, edges
 from mlora.pipeline.schedule.picture import chrome_trace, svg
@@ -14,7 +14,6 @@ __all__ = [
     "Action",
     "CostModel",
     "Evaluation",
-    "Kind",
     "NextStep",
     "Planner",
     "Position",

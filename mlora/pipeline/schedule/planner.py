@@ -154,7 +154,8 @@ class Planner:
     def _effective_cap(self) -> int:
         """The cap, lowered until the steps of all others fill the w(0) - 1 positions in which the largest waits.
 
-        Where no step is larger than the w(0)-th part of all, each position gets such a part: an even share fills them best.
+        Where no step is larger than the w(0)-th part of all, each position gets such a part: an even share fills them
+        best.
         """
         waiting = self._gap - 1
         if not waiting or not self._lines:

@@ -1,13 +1,18 @@
-"""An adapter of a tiny model alone and in company, cut and staged in several ways."""
+"""Invariants 2, 3 and 5 on quantised bases on a GPU, bit for bit: an adapter of a tiny model alone and in company."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
+import pytest
+import torch
+
+from mlora.pipeline import stage
 from tests.cpu.runs import outcome, run, write_rows
 from tests.cpu.tiny import save_tiny
 
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 TWO = {"pipeline": {"stages": 2, "transport": "local"}}
 WAYS: dict[str, dict[str, Any]] = {
     "small microbatches": {"microbatch_tokens": 150},
@@ -36,3 +41,21 @@ class Company:
     def differences(self, folder: Path, way: str) -> list[str]:
         """What of adapter "a" differs once two others train beside it."""
         return self._alone.differences(outcome(run(folder, self._model, self._adapters, **self._top, **WAYS[way]), "a"))
+
+
+@pytest.fixture(scope="module", params=["nf4", "int8", "fp8"])
+def company(request, tmp_path_factory):
+    if request.param != "fp8":
+        pytest.importorskip("bitsandbytes", reason="needs bitsandbytes")
+    elif torch.cuda.get_device_capability() < (8, 9):
+        pytest.skip("needs a GPU with FP8 units")
+    double = {"double_quantization": True} if request.param == "nf4" else {}
+    return Company(tmp_path_factory.mktemp("company"), {"quantization": request.param, **double})
+
+
+@pytest.mark.parametrize("graphs", [True, False], ids=["graphs", "eager"])
+@pytest.mark.parametrize("way", WAYS)
+def test_company_cuts_stages_recompute_and_graphs_change_no_bit(company, tmp_path, monkeypatch, way, graphs):
+    if not graphs:
+        monkeypatch.setattr(stage, "MOST_ROWS", 0)
+    assert not company.differences(tmp_path / "run", way)
