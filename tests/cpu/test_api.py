@@ -37,7 +37,7 @@ CALLS = {
     "merged dtype": (lambda t: mlora.merge(t / "run/adapters/a", t / "m", dtype="bf16"), "dtype: 'bf16' is not one of"),
     "a run to merge": (
         lambda t: mlora.merge(t / "run", t / "m"),
-        "run/adapter_config.json: cannot be read: No such file or directory; give the folder of an adapter, such as",
+        "run: is a run's folder, and one adapter is asked for; give ",
     ),
 }
 
