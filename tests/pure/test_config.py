@@ -421,10 +421,10 @@ def test_adding_a_flag_is_a_decision():
         "init": "-h --help files --output --base-model",
         "merge": "-h --help adapter output --base --dtype --dequantised",
         "export": "-h --help adapter output --portable",
-        "generate": "-h --help adapters --base --with-base --dtype --device --json --stages --nproc --prompt --file "
+        "generate": "-h --help places --base --with-base --dtype --device --json --stages --nproc --prompt --file "
         "--system --plain "
         "--set --max-new-tokens --temperature --top-p --seed --batch-size",
-        "eval": "-h --help adapters --base --with-base --dtype --device --json --stages --nproc --file --set",
+        "eval": "-h --help places --base --with-base --dtype --device --json --stages --nproc --file --set",
         "compare": "-h --help runs --picture",
         "report": "-h --help run_dir --output",
         "env": "-h --help",
