@@ -44,7 +44,7 @@ def main(argv: list[str] | None = None) -> int:
     """Run one command. Exit codes: 0 all adapters ended, 2 the user's mistake, 3 an adapter failed, 1 our bug,
     128 + n signal n."""
     argv = sys.argv[1:] if argv is None else argv
-    arguments = _parser().parse_args(argv)
+    arguments = _parsed(argv)
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # where LANG's letters are few
     trains = arguments.run is _train
@@ -72,6 +72,15 @@ def main(argv: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         print(f"mlora: interrupted{' before the training' if trains else ''}", file=sys.stderr)
         return _INTERRUPTED
+
+
+def _parsed(argv: list[str]) -> argparse.Namespace:
+    parser = _parser()
+    arguments, rest = parser.parse_known_args(argv)
+    if rest:
+        keys = "; a key of the file is changed with --set, such as --set defaults.learning_rate=1e-4"
+        parser.error(f"unrecognized arguments: {' '.join(rest)}{keys if 'config' in arguments else ''}")
+    return arguments
 
 
 def _load(module: str) -> None:
@@ -108,8 +117,15 @@ def _shower(others: Callable[..., None]) -> Callable[..., None]:
     return show
 
 
+class _Parser(argparse.ArgumentParser):
+    """An option has one name: --r is no --resume."""
+
+    def __init__(self, **keys: Any) -> None:
+        super().__init__(**keys, allow_abbrev=False)
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="mlora", description=mlora.__doc__)
+    parser: argparse.ArgumentParser = _Parser(prog="mlora", description=mlora.__doc__)
     parser.add_argument("--version", action="version", version=f"mlora {mlora.__version__}")
     add = partial(_command, parser.add_subparsers(required=True, metavar="COMMAND"))
     train = add("train", _train, "run", "train the adapters of a configuration file", epilog=_TRAIN_EPILOG)

@@ -41,10 +41,20 @@ REFUSED: dict[str, tuple[tuple[object, ...], str]] = {
     "lora_bias": ((False, None), "PEFT cannot merge it and vLLM refuses it"),
     "loftq_config": ((None, {}), "LoftQ changes the frozen weights"),
     "alora_invocation_tokens": ((None, []), "an activated LoRA acts on a part of each sequence only"),
+    "velora_config": ((None,), "VeLoRA's backward is another one"),
+    "kasa_config": ((None,), "KaSA changes the frozen weights"),
+    "monteclora_config": ((None,), "MonteCLoRA draws the adapter anew for each step"),
+    "arrow_config": ((None,), "Arrow mixes adapters token by token"),
+    "eva_config": ((None,), "EVA needs a pass over the data before training"),
+    "corda_config": ((None,), "CorDA moves part of the frozen weight into the adapter"),
+    "lora_ga_config": ((None,), "LoRA-GA moves part of the frozen weight into the adapter"),
+    "megatron_config": ((None,), "Megatron's parallel linears are not used here"),
+    "layers_pattern": ((None, [], "layers", ["layers"]), "the layers of Llama-family models are called layers"),
     "task_type": (("CAUSAL_LM", None), "only causal language models are trained"),
     "peft_type": (("LORA", None), "only LoRA adapters are trained"),
 }
 GRID = {"r": "r", "learning_rate": "lr", "lora_alpha": "alpha"}  # what a grid is over, and how a name tells it
+ROW_SUFFIXES = (".jsonl", ".csv", ".tsv", ".parquet", ".arrow")  # of files that hold rows and never a configuration
 # Keys of transformers and Axolotl for what has another name here.
 _ELSEWHERE = {
     "bnb_4bit_quant_type": "quantization: nf4 or fp4",
@@ -84,6 +94,14 @@ class DatasetConfig:
     def label(self) -> str:
         """What the rows are called in a log: the file's name or the hub id."""
         return self.path.name if self.path else str(self.hub)
+
+    def plain(self) -> dict[str, Any]:
+        """All keys as plain data, with whole paths: whoever reads them may have another working folder."""
+        tree = dataclasses.asdict(self) | {"columns": dict(self.columns)}
+        tree["path"] = str(self.path.resolve()) if self.path else None
+        if self.chat_template not in (None, "none"):
+            tree["chat_template"] = str(Path(self.chat_template).resolve())
+        return tree
 
     def __post_init__(self) -> None:
         if (self.path is None) == (self.hub is None):
@@ -144,10 +162,9 @@ class AdapterConfig:
     def plain(self) -> dict[str, Any]:
         """All keys as plain data, as they may stand in a configuration file."""
         tree = dataclasses.asdict(self)
-        sources = tree["dataset"] if isinstance(self.dataset, tuple) else [tree["dataset"]]
-        for source in (*sources, tree["eval_dataset"]):
-            if source is not None:
-                source["path"] = str(source["path"]) if source["path"] else None
+        sources = [source.plain() for source in self.sources]
+        tree["dataset"] = sources if isinstance(self.dataset, tuple) else sources[0]
+        tree["eval_dataset"] = self.eval_dataset.plain() if self.eval_dataset else None
         tree["init_from"] = None if self.init_from is None else str(self.init_from)
         return {key: list(value) if isinstance(value, tuple) else value for key, value in tree.items()}
 
@@ -310,14 +327,18 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
 
 
 def _tree(path: Path) -> dict[str, Any]:
+    init = f"mlora init {path} writes a configuration for it"
+    if path.suffix.lower() in ROW_SUFFIXES:
+        raise UserError(f"{path}: is a file of data and not a configuration; {init}")
     with readable(path):
-        data = path.read_bytes()
+        raw = path.read_bytes()
     try:
-        tree = _yaml(data.decode())
+        tree = _yaml(raw.decode())
     except ValueError as error:
         raise UserError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from None
     if not isinstance(tree, dict):
-        raise UserError(f"{path}: expected keys such as base_model and adapters, found {_kind(tree)}")
+        data = f"; if these are data: {init}" if isinstance(tree, list) else ""
+        raise UserError(f"{path}: expected keys such as base_model and adapters, found {_kind(tree)}{data}")
     return tree
 
 
@@ -335,7 +356,16 @@ def data_config(path: str | Path, overrides: Sequence[str] = ()) -> AdapterConfi
     """How a data file is read by itself. ``overrides`` are ``a.b=c`` strings of an adapter's keys: dataset.format=…"""
     entry = {"name": "data", "dataset": {"path": str(path)}}
     tree = {"base_model": ".", "adapters": [entry]}
-    return parse_config(apply_overrides(tree, [f"adapters.data.{override}" for override in overrides])).adapters[0]
+    return parse_config(
+        apply_overrides(tree, [f"adapters.data.{override}" for override in _listed(overrides)])
+    ).adapters[0]
+
+
+def _listed(overrides: Sequence[str]) -> Sequence[str]:
+    """Raises UserError for one text, which is a sequence of letters too, and for a mapping."""
+    if isinstance(overrides, str | Mapping):
+        raise UserError("overrides: expected a list of texts, such as ['defaults.learning_rate=1e-4']")
+    return overrides
 
 
 class _UniqueKeys(yaml.SafeLoader):
@@ -360,7 +390,7 @@ def _yaml(text: str) -> Any:
 def apply_overrides(tree: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
     """A copy of plain configuration data with ``a.b=c`` strings applied; ``adapters.NAME.key`` works too."""
     changed = copy.deepcopy(dict(tree))
-    for override in overrides:
+    for override in _listed(overrides):
         _override(changed, override)
     return changed
 
@@ -377,6 +407,11 @@ def parse_config(tree: Mapping[str, Any], base: str | Path = ".") -> RunConfig:
         if key in defaults:
             raise UserError(f"defaults.{key}: every adapter has its own {key}")
     entries = tree.pop("adapters", None)
+    if entries is None:
+        raise UserError(
+            "adapters: missing; write a block for each adapter, such as adapters: [{name: mine, dataset: data.jsonl}], "
+            "with its keys there or under defaults; mlora init writes such a file"
+        )
     if not isinstance(entries, list):
         raise UserError(f"adapters: expected a list of adapters, found {_kind(entries)}")
     entries = [made for entry in entries for made in _grid(entry, defaults)]
@@ -477,7 +512,8 @@ def _source(entry: object, place: str, base: Path) -> DatasetConfig:
     if isinstance(tree, Mapping):
         tree = names.canonical(tree, names.DATASET, place, _elsewhere(DatasetConfig, AdapterConfig, names.ADAPTER))
     if not isinstance(tree, Mapping) or (tree.get("path") is None and tree.get("hub") is None):
-        raise UserError(f"{place}: expected a file's path or a block with path or hub, found {_kind(entry)}")
+        rows = "; rows themselves are read from a file" if isinstance(tree, Mapping) else ""
+        raise UserError(f"{place}: expected a file's path or a block with path or hub, found {_kind(entry)}{rows}")
     _known(DatasetConfig, tree, place)
     if isinstance(tree.get("path"), list):
         raise UserError(f"{place}.path: several files are a list under dataset: [first.jsonl, second.jsonl]")
@@ -494,7 +530,7 @@ def _source(entry: object, place: str, base: Path) -> DatasetConfig:
 
 def _misplaced() -> dict[str, str]:
     """What may stand in an adapter's block by mistake."""
-    return _elsewhere(AdapterConfig, DatasetConfig, {}) | _elsewhere(AdapterConfig, RunConfig, names.RUN)
+    return _elsewhere(AdapterConfig, DatasetConfig, {}) | _elsewhere(AdapterConfig, RunConfig, names.RUN | names.DTYPES)
 
 
 def _elsewhere(cls: type, other: type, aliases: Mapping[str, str]) -> dict[str, str]:
@@ -614,7 +650,8 @@ def _convert(cls: type, key: str, value: object, place: str) -> Any:
             f"{place}: {value!r} is not one of {', '.join(choices)}" + (f"; did you mean {near[0]!r}?" if near else "")
         )
     raise UserError(
-        f"{place}: expected {' or '.join(_name(option) for option in options)}, found {_kind(value)} {value!r}"
+        f"{place}: expected {' or '.join(_name(option) for option in options)}, found {_kind(value)}"
+        + ("" if value is None else f" {value!r}")
     )
 
 
@@ -698,17 +735,17 @@ def _override(tree: dict[str, Any], override: str) -> None:
     """Apply ``a.b=c``. The value is YAML; ``adapters.NAME`` finds the adapter of that name."""
     path, equals, text = override.partition("=")
     if not equals or not path:
-        raise UserError(f"--set {override}: expected KEY=VALUE, such as defaults.learning_rate=1e-4")
+        raise UserError(f"override {override}: expected KEY=VALUE, such as defaults.learning_rate=1e-4")
     node: Any = tree
     key = path
     while "." in key:
         node, key = _descend(node, key, override)
     if not isinstance(node, dict):
-        raise UserError(f"--set {override}: {path.removesuffix('.' + key)} is not a block")
+        raise UserError(f"override {override}: {path.removesuffix('.' + key)} is not a block")
     try:
         node[key] = _yaml(text)
     except ValueError:
-        raise UserError(f"--set {override}: the value is not valid YAML") from None
+        raise UserError(f"override {override}: the value is not valid YAML") from None
 
 
 def _descend(node: Any, path: str, override: str) -> tuple[Any, str]:
@@ -721,10 +758,10 @@ def _descend(node: Any, path: str, override: str) -> tuple[Any, str]:
         place, _, below = path.partition(".")
         if place.isdigit() and int(place) < len(node) and isinstance(node[int(place)], dict):
             return node[int(place)], below
-        raise UserError(f"--set {override}: there is no adapter of that name, and no block of that number")
+        raise UserError(f"override {override}: there is no adapter of that name, and no block of that number")
     key, _, rest = path.partition(".")
     if not isinstance(node, dict):
-        raise UserError(f"--set {override}: {key} is not inside a block")
+        raise UserError(f"override {override}: {key} is not inside a block")
     if isinstance(node.get(key), str) and key == "dataset":
         node[key] = {"path": node[key]}
     if node.get(key) is None:

@@ -21,6 +21,7 @@ RUN: dict[str, str] = {
     "gradient_checkpointing": "recompute",
     "use_gradient_checkpointing": "recompute",
 }
+DTYPES = {"bf16": "dtype", "fp16": "dtype"}  # true or false, so two for one key
 ADAPTER: dict[str, str] = {
     "datasets": "dataset",
     "lora_r": "r",
@@ -77,6 +78,7 @@ _IDLE: dict[str, str] = {  # keys that ask for what is the case anyway, or for w
     "sample_packing": _PACKED,
     "padding_free": _PACKED,
     "pad_to_sequence_len": _PACKED,
+    "neat_packing": _PACKED,
     "flash_attn": "the engine chooses its own attention",
     "flash_attention": "the engine chooses its own attention",
     "sdp_attention": "the engine chooses its own attention",
@@ -87,6 +89,9 @@ _IDLE: dict[str, str] = {  # keys that ask for what is the case anyway, or for w
     "dataset_num_proc": "the tokenizer uses all cores",
     "preprocessing_num_workers": "the tokenizer uses all cores",
     "plot_loss": "the curves are always drawn",
+    "compute_accuracy": "an evaluation always has token accuracy",
+    "ds_type": "what a file is shows in its content",
+    "save_safetensors": "all that is written is safetensors",
     "dataset_processes": "the tokenizer uses all cores",
     "dataset_prepared_path": "tokens are kept under XDG_CACHE_HOME, keyed by content",
     "overwrite_cache": "tokens are kept by content, so old ones are never taken for new ones",
@@ -135,6 +140,9 @@ _FIXED: dict[str, tuple[tuple[object, ...], str]] = {  # the values that ask for
     ),
     "mask_history": ((False, None), "every turn of the assistant is trained; leave it out"),
     "resize_vocab": ((False, None), "embedding and head are frozen; leave it out"),
+    "pissa_init": ((False, None), "PiSSA moves part of the frozen weight into the adapter; leave it out"),
+    "create_new_adapter": ((False, None), "an adapter goes on from one other, which init_from names; leave it out"),
+    "predict_with_generate": ((False, None), "mlora generate answers behind the training; leave it out"),
     "push_to_hub": ((False, None), "upload the exported folder with hf upload; leave it out"),
     "deepspeed": ((None,), "write pipeline: {stages: N} at the top of the file, and start with --nproc N"),
     "fsdp": ((None, [], ""), "write pipeline: {stages: N} at the top of the file, and start with --nproc N"),
@@ -149,8 +157,8 @@ _OTHER: dict[str, str] = {
     "batch_size": "a step has per_device_train_batch_size × gradient_accumulation_steps rows; write those two",
     "template": "the tokenizer's own chat template is used; another one, as a file, is chat_template inside dataset",
     "dataset_dir": "paths count from the configuration file's folder; write the whole path inside dataset",
-    "overwrite_output_dir": "write --overwrite on the command line",
-    "resume_from_checkpoint": "write --resume on the command line",
+    "overwrite_output_dir": "give --overwrite (overwrite=True)",
+    "resume_from_checkpoint": "give --resume (resume=…)",
     "use_tensorboard": "write report_to: [tensorboard]",
     "use_wandb": "write report_to: [wandb]",
     "use_mlflow": "write report_to: [mlflow]",
@@ -159,8 +167,19 @@ _OTHER: dict[str, str] = {
     "mlflow_tracking_uri": "set MLFLOW_TRACKING_URI in the environment, as for every program that uses MLflow",
     "mlflow_experiment_name": "set MLFLOW_EXPERIMENT_NAME in the environment",
     "logging_dir": "TensorBoard's files are in output_dir/tensorboard",
+    "wandb_name": "runs are named after output_dir and the adapter",
+    "wandb_run_id": "each adapter is a run of its own; report_to.json has their ids",
+    "wandb_watch": "only the metrics are logged; leave it out",
+    "wandb_log_model": "only the metrics are logged; leave it out",
+    "special_tokens": "the tokenizer's own special tokens are used; write them into tokenizer_config.json",
+    "tokens": "the tokenizer's own tokens are used; embedding and head are frozen",
+    "local_rank": "the launcher numbers the processes; leave it out",
+    "debug": "mlora check shows the samples as they are trained",
+    "s2_attention": "attention is over the whole row; leave it out",
+    "eval_table_size": "mlora generate --file answers the rows of a file",
+    "use_cpu": "write device: cpu at the top of the file",
     "run_name": "runs are named after output_dir and the adapter",
-    "auto_resume_from_checkpoints": "write --resume auto on the command line",
+    "auto_resume_from_checkpoints": "give --resume auto (resume='auto')",
     "evals_per_epoch": "write eval_steps: a number, a share of all steps below 1, or a list of shares",
     "saves_per_epoch": "write save_steps or save_seconds at the top of the file",
     "data_seed": "seed is for rows, initialisation and dropout alike",
@@ -195,7 +214,7 @@ def canonical(
                 raise UserError(f"{where}: is another name of {name}, which is given too; keep one of them")
             plain[name] = _VALUES[key](value, where) if key in _VALUES else value
             _note(f"{where}: read as {name}: {'…' if isinstance(plain[name], list | dict) else plain[name]}")
-        elif key in ("bf16", "fp16") and place == "":
+        elif key in DTYPES and place == "":
             _set_dtype(plain, tree, key, value)
         elif key in _IDLE:
             _note(f"{where}: has no effect: {_IDLE[key]}")
@@ -203,6 +222,8 @@ def canonical(
             _check_fixed(key, value, where)
         elif key in elsewhere:
             raise UserError(f"{where}: {elsewhere[key]}")
+        elif key in _OTHER and not value:
+            _note(f"{where}: has no effect: it asks for nothing")
         elif key in _OTHER:
             raise UserError(f"{where}: unknown key; {_OTHER[key]}")
         else:

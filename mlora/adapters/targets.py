@@ -44,10 +44,18 @@ def _matching(targets: str | Sequence[str], names: list[str], place: str) -> set
         if not matches:
             raise UserError(
                 f"{place}: {target!r} matches no module; there are {', '.join(LINEAR_MODULES)} in "
-                f"{names[0].rsplit('.', 2)[0]} … {names[-1].rsplit('.', 2)[0]}"
+                f"{names[0].rsplit('.', 2)[0]} … {names[-1].rsplit('.', 2)[0]}{_hint(targets)}"
             )
         found |= matches
     return found
+
+
+def _hint(targets: str | Sequence[str]) -> str:
+    """A string is a pattern, as in PEFT, where many mean a name."""
+    if not isinstance(targets, str):
+        return ""
+    name = targets if targets in LINEAR_MODULES else LINEAR_MODULES[0]
+    return f"; a string is all-linear or a regular expression for the whole name, and a name stands in a list: [{name}]"
 
 
 def _full_matches(pattern: str, names: list[str], place: str) -> set[str]:

@@ -167,7 +167,10 @@ def _listed(value: object) -> object:
 def _read_config(path: Path) -> dict[str, object]:
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
+    except OSError as error:
+        hint = "give the folder of an adapter, such as RUN/adapters/NAME"
+        raise UserError(f"{path}: cannot be read: {error.strerror}; {hint}") from None
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{path}: cannot be read as an adapter's configuration: {error}") from None
     if not isinstance(config, dict) or config.get("peft_type") != "LORA":
         raise UserError(f"{path}: not the configuration of a LoRA (peft_type must be LORA)")

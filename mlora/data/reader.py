@@ -20,6 +20,14 @@ from mlora.files import readable
 from mlora.types import Row, UserError
 
 _LFS_POINTER = b"version https://git-lfs.github.com/spec/"
+_PACKED = {  # how files begin that hold rows in a wrapping of another program
+    b"\x1f\x8b": "packed by gzip",
+    b"BZh": "packed by bzip2",
+    b"\xfd7zXZ": "packed by xz",
+    b"\x28\xb5\x2f\xfd": "packed by zstd",
+    b"PK\x03\x04": "a ZIP archive or a workbook",
+    b"SQLite format 3": "a database",
+}
 _BLANKS = re.compile(r"[ \t\r\n]*")
 _CHUNK = 1 << 16  # bytes
 # A fault of the text reads the same as a value cut by the buffer's end only this near to that end.
@@ -51,6 +59,9 @@ def file_kind(path: Path) -> str:
         head = file.read(_CHUNK)
     if head.startswith(_LFS_POINTER):
         raise UserError(f"{path}: is a Git-LFS pointer and not the data; run `git lfs pull` to fetch it")
+    for mark, kind in _PACKED.items():
+        if head.startswith(mark):
+            raise UserError(f"{path}: is {kind}, not rows; unpack it, or save its rows as JSONL, CSV or Parquet")
     for mark, kind in tables.MARKS.items():
         if head.startswith(mark):
             return kind

@@ -11,13 +11,13 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from mlora.config import DatasetConfig
+from mlora.config import ROW_SUFFIXES, DatasetConfig
 from mlora.data.reader import check_file, file_kind, read_rows
 from mlora.files import readable, sha256_of
 from mlora.types import Row, UserError
 
 _COMMIT = re.compile(r"[0-9a-f]{40}")
-_DATA_SUFFIXES = (".json", ".jsonl", ".csv", ".tsv", ".parquet", ".arrow", ".txt")
+_DATA_SUFFIXES = (*ROW_SUFFIXES, ".json", ".txt")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +45,7 @@ class FileSource:
 
     def rows(self) -> Iterator[Row]:
         """The rows. Raises UserError as ``read_rows``."""
+        self._check()
         return itertools.islice(read_rows(self.path), self.max_samples)
 
     def _check(self) -> None:

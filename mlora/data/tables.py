@@ -63,7 +63,8 @@ def _check_names(names: Sequence[str], delimiter: str, path: Path, line: int) ->
         raise UserError(f"{place}: one column {names[0]!r}: separated by {others[0]!r}? Save it with {delimiter!r}")
     for name in names:
         if not name.strip():
-            raise UserError(f"{place}: a column has no name; the first line names all columns")
+            hint = "the first line names all columns (of pandas' index: to_csv(…, index=False) leaves it out)"
+            raise UserError(f"{place}: a column has no name; {hint}")
         if names.count(name) > 1:
             raise UserError(f"{place}: two columns are called {name!r}; give each its own name")
 

@@ -14,6 +14,9 @@ from mlora.data import TokenData
 from mlora.engine.adapter_run import AdapterRun
 from mlora.engine.base import Base, open_base
 from mlora.engine.evaluation import is_due
+from mlora.engine.init_from import load_initial
+from mlora.engine.layout import layer_counts
+from mlora.engine.loggers import check_installed
 from mlora.engine.memory import MemoryModel
 from mlora.engine.output import check_free, check_inputs
 from mlora.engine.prepare import prepare_adapter
@@ -37,14 +40,17 @@ class Check:
 def check(config: RunConfig) -> Check:
     """Look at all adapters, also behind one that is at fault. Raises UserError for the model or the whole run."""
     check_inputs(config)
-    base = open_base(config)
+    base, cut = open_base(config), config.pipeline
+    layer_counts(base.spec, cut.stages or len(cut.layers or [base.spec.num_layers]), cut.layers)
     print(f"weights    {_weights(base)}", flush=True)
     for warning in (*_missing_here(config, base), *tokenizer_warnings(base.tokenizer)):
         print(f"warning: {warning}", flush=True)
     texts, errors = {}, []
     for index, adapter in enumerate(config.adapters):
         try:
-            texts[adapter.name] = "\n".join(_lines(prepare_adapter(index, adapter, base), base))
+            prepared = prepare_adapter(index, adapter, base)
+            load_initial(prepared, base)
+            texts[adapter.name] = "\n".join(_lines(prepared, base))
         except UserError as error:
             errors.append(str(error))
     return Check(adapters=texts, errors=tuple(errors))
@@ -54,6 +60,7 @@ def _missing_here(config: RunConfig, base: Base) -> Iterator[str]:
     """What would keep a run from starting on this machine, where it may run on another."""
     try:
         check_free(config.output_dir)
+        check_installed(config.report_to)
         check_quantization(base.quantization, base.dtype, base.device)
     except UserError as error:
         yield f"a run would not start here: {error}"

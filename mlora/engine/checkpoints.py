@@ -126,7 +126,7 @@ class Resume:
         if changes and not self.allow_changed:
             raise UserError(
                 f"{'; '.join(changes)}: the result would be another than without the interruption; write it back, or "
-                "--allow-changed to go on like this"
+                "--allow-changed (allow_changed=True) to go on like this"
             )
         names = {adapter.config.name for adapter in adapters} | set(parked)
         for path in sorted(self.folder.iterdir()) if self.folder.is_dir() else ():

@@ -7,17 +7,19 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import MISSING, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
 from mlora.checkpoint.versions import newest_manifest
+from mlora.config import DatasetConfig
 from mlora.engine.output import CHECKPOINTS, METRICS
 from mlora.engine.status import read_status
 from mlora.files import readable
 from mlora.types import UserError
 
 _UNTOLD = ("name",)  # keys of an adapter that differ always
+_NO_DATA = {key.name: {} if key.default is MISSING else key.default for key in fields(DatasetConfig)}
 _INCH, _DPI = (9.0, 8.0), 120
 _FAR = 50  # times the lowest loss: a highest one so far away would flatten all curves
 _NAMED = 30  # curves that can be told apart, by ten colours and three styles
@@ -26,11 +28,13 @@ _NAMED = 30  # curves that can be told apart, by ten colours and three styles
 @dataclass(frozen=True, kw_only=True)
 class Curve:
     """What a run has logged of an adapter. ``steps`` and the lists behind it are of its logging steps, ``eval_losses``
-    behind ``eval_steps``; ``keys`` its configuration, empty where the run has no checkpoint of it."""
+    behind ``eval_steps``; ``step`` is the last one of all, ``keys`` its configuration, empty where the run has no
+    checkpoint of it."""
 
     run: str
     adapter: str
     state: str
+    step: int
     keys: Mapping[str, Any]
     steps: list[int] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
@@ -47,13 +51,16 @@ class Curve:
     @property
     def best(self) -> tuple[float, int] | None:
         """The lowest logged loss and its step."""
-        finite = [pair for pair in zip(self.losses, self.steps, strict=True) if math.isfinite(pair[0])]
-        return min(finite, default=None)
+        return _lowest(self.losses, self.steps)
 
     @property
-    def eval_loss(self) -> float | None:
-        """The lowest of its evaluations."""
-        return min((loss for loss in self.eval_losses if math.isfinite(loss)), default=None)
+    def best_eval(self) -> tuple[float, int] | None:
+        """The lowest loss of its evaluations and the step that it is behind."""
+        return _lowest(self.eval_losses, self.eval_steps)
+
+
+def _lowest(losses: Sequence[float], steps: Sequence[int]) -> tuple[float, int] | None:
+    return min((pair for pair in zip(losses, steps, strict=True) if math.isfinite(pair[0])), default=None)
 
 
 def read_curves(runs: Sequence[str | Path]) -> list[Curve]:
@@ -76,7 +83,13 @@ def _short_names(runs: Sequence[Path]) -> list[str]:
 def _read_run(run: Path, name: str) -> list[Curve]:
     status = read_status(run)
     curves = {
-        adapter: Curve(run=name, adapter=adapter, state=entry["state"], keys=_keys(run / CHECKPOINTS / adapter))
+        adapter: Curve(
+            run=name,
+            adapter=adapter,
+            state=entry["state"],
+            step=entry["step"] or 0,  # none of what could not begin
+            keys=_keys(run / CHECKPOINTS / adapter),
+        )
         for adapter, entry in status["adapters"].items()
     }
     with readable(run / METRICS):
@@ -102,31 +115,36 @@ def _read_run(run: Path, name: str) -> list[Curve]:
 def _keys(checkpoints: Path) -> dict[str, Any]:
     """The adapter's keys, from its newest checkpoint."""
     newest = newest_manifest(checkpoints)
-    return _flat(newest[1].config) if newest else {}
+    config = newest[1].config if newest else {}
+    return {key: value for block in config for key, value in _flat(block, config[block]).items()}
 
 
-def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for key, value in tree.items():
-        inner = _flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {}
-        found |= inner or {f"{prefix}{key}": value}
-    return found
+def _flat(key: str, value: Any) -> dict[str, Any]:
+    """A key with its value; a data set's keys by themselves, as in ``dataset.path``, of several with all values."""
+    if key not in ("dataset", "eval_dataset"):
+        return {key: value}
+    blocks = value if isinstance(value, list) else [value or {}]
+    return {f"{key}.{name}": _one_or_all([block.get(name, no) for block in blocks]) for name, no in _NO_DATA.items()}
+
+
+def _one_or_all(values: Sequence[Any]) -> Any:
+    return values[0] if all(value == values[0] for value in values) else list(values)
 
 
 def comparison_table(curves: Sequence[Curve]) -> str:
     """A line for each adapter, lowest loss first: of the best evaluation if all have one, else of the last step; then
     what is configured differently."""
     order = sorted(curves, key=lambda curve: (not curve.losses or math.isnan(curve.losses[-1]), curve.losses[-1:]))
-    evaluated = any(curve.eval_loss is not None for curve in curves)
-    if all(curve.eval_loss is not None for curve in curves):
-        order.sort(key=lambda curve: curve.eval_loss or 0.0)
+    evaluated = any(curve.best_eval for curve in curves)
+    if all(curve.best_eval for curve in curves):
+        order.sort(key=lambda curve: curve.best_eval or (0.0, 0))
     width = max(len("run/adapter"), *(len(curve.name) for curve in curves))
     titles = (
         f"{'state':<11}  {'step':>6}  {'first loss':>10}  {'last loss':>9}  {'best loss':>15}  {'tokens':>10}  tokens/s"
     )
     lines = [f"{'run/adapter':<{width}}  {'eval loss  ' * evaluated}{titles}"]
     for curve in order:
-        loss = "-" if curve.eval_loss is None else f"{curve.eval_loss:.4f}"
+        loss = f"{curve.best_eval[0]:.4f}" if curve.best_eval else "-"
         lines.append(f"{curve.name:<{width}}  {f'{loss:>9}  ' * evaluated}{_row(curve)}")
     differing = [f"  {key}: {', '.join(values)}" for key, values in differences(order).items()]
     return "\n".join([*lines, *(["differs, in the same order:", *differing] if differing else [])])
@@ -135,17 +153,16 @@ def comparison_table(curves: Sequence[Curve]) -> str:
 def _row(curve: Curve) -> str:
     first, last = (f"{curve.losses[i]:.4f}" if curve.losses else "-" for i in (0, -1))
     best = f"{curve.best[0]:.4f} @{curve.best[1]}" if curve.best else "-"
-    step = curve.steps[-1] if curve.steps else 0
     speed = sum(curve.speeds) / len(curve.speeds) if curve.speeds else 0.0
     return (
-        f"{curve.state:<11}  {step:>6}  {first:>10}  {last:>9}  {best:>15}  {curve.tokens:>10,}  {speed:>8.1f}"
+        f"{curve.state:<11}  {curve.step:>6}  {first:>10}  {last:>9}  {best:>15}  {curve.tokens:>10,}  {speed:>8.1f}"
     ).rstrip()
 
 
 def differences(curves: Sequence[Curve]) -> dict[str, list[str]]:
-    """The configuration's keys in which the adapters differ, with each one's value; "?" where it is not known."""
+    """The configuration's keys in which the adapters differ, with each one's value; "?" where none is known."""
     keys = dict.fromkeys(key for curve in curves for key in curve.keys if key not in _UNTOLD)
-    found = {key: [str(curve.keys[key]) if key in curve.keys else "?" for curve in curves] for key in keys}
+    found = {key: [str(curve.keys.get(key)) if curve.keys else "?" for curve in curves] for key in keys}
     return {key: values for key, values in found.items() if len(set(values) - {"?"}) > 1}
 
 

@@ -14,6 +14,7 @@ from mlora.engine.adapter_run import in_order
 from mlora.engine.batches import packed_inputs
 from mlora.engine.device import row_bucket
 from mlora.engine.prepare import cache_folder
+from mlora.engine.progress import Progress
 from mlora.engine.ranks import run_stages
 from mlora.engine.requests import Requests
 from mlora.engine.use import Models, Use
@@ -71,6 +72,7 @@ class _Lead:
         self._data = open_tokens(open_source(source), task.encode, task.digest, cache_folder() / "tokens")
         print(f"{source.label}: {self._data.stats.summary()}", file=sys.stderr)
         self._scores: dict[int, list[Sequence[float]]] = {slot: [] for slot in job.names}
+        self._progress = Progress("evaluating", len(self._data) * len(job.names), "rows")
 
     def run(self, seat: Seat, requests: Requests, ask: Callable[[str], None]) -> list[Evaluation]:
         self._requests = requests
@@ -79,6 +81,7 @@ class _Lead:
 
     def evaluated(self, microbatch: Microbatch, scores: Sequence[Sequence[float]]) -> None:
         self._scores[microbatch.segments[0].slot] += scores
+        self._progress.advance(len(scores))
 
     def poisoned(self, microbatch: Microbatch, note: str) -> None:
         raise UserError(f"its rows could not be computed: {note}")

@@ -43,13 +43,13 @@ class Sampling:
 
     def __post_init__(self) -> None:
         if self.max_new_tokens < 1:
-            raise UserError(f"--max-new-tokens {self.max_new_tokens}: give a positive number")
+            raise UserError(f"max_new_tokens {self.max_new_tokens}: give a positive number")
         if not 0 <= self.temperature < math.inf:
-            raise UserError(f"--temperature {self.temperature:g}: give 0 for greedy, or a positive number")
+            raise UserError(f"temperature {self.temperature:g}: give 0 for greedy, or a positive number")
         if not 0 < self.top_p <= 1:
-            raise UserError(f"--top-p {self.top_p:g}: give a share of the probability above 0 and up to 1")
+            raise UserError(f"top_p {self.top_p:g}: give a share of the probability above 0 and up to 1")
         if not 0 <= self.seed < 2**63:
-            raise UserError(f"--seed {self.seed}: give a number from 0 to 2^63 - 1")
+            raise UserError(f"seed {self.seed}: give a number from 0 to 2^63 - 1")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,7 +112,7 @@ def generate(
         on_answer: called with each answer on the first rank, as soon as it is there.
     """
     if batch_size < 1:
-        raise UserError(f"--batch-size {batch_size}: give a positive number")
+        raise UserError(f"batch_size {batch_size}: give a positive number")
     found: list[Answer] = run_stages(lambda world: _Lead(models, world, ask, sampling, batch_size, on_answer), _follow)
     return found
 
@@ -230,12 +230,12 @@ def text_prompt(text: str, system: str | None, plain: bool, tokenizer: PreTraine
     """A user's turn in the tokenizer's chat template; ``plain``, or without a template, the text as it stands."""
     if plain or not tokenizer.chat_template:
         if system is not None:
-            raise UserError("--system: only a conversation has a system's turn; leave it out, or leave --plain out")
+            raise UserError("system: only a conversation has a system's turn; leave it out, or leave plain out")
         value: dict[str, object] = {"prompt": text}
     else:
         turns = [] if system is None else [{"role": "system", "content": system}]
         value = {"messages": [*turns, {"role": "user", "content": text}]}
-    return Prompter(DatasetConfig(path=Path("--prompt")), tokenizer).encode(Row(value, "--prompt", 1))
+    return Prompter(DatasetConfig(path=Path("prompt")), tokenizer).encode(Row(value, "prompt", 1))
 
 
 def _parts(sequences: Sequence[_Sequence]) -> list[list[_Sequence]]:
@@ -301,5 +301,5 @@ def _check_length(prompt: int, length: int, sampling: Sampling, spec: ModelSpec)
     if length + sampling.max_new_tokens > spec.max_positions:
         raise UserError(
             f"prompt {prompt + 1}: its {length} tokens and {sampling.max_new_tokens} new ones are more than the "
-            f"{spec.max_positions} positions of the model; shorten it, or give a smaller --max-new-tokens"
+            f"{spec.max_positions} positions of the model; shorten it, or choose a smaller max_new_tokens"
         )

@@ -6,6 +6,7 @@ import dataclasses
 import fcntl
 import json
 import os
+import shutil
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -13,7 +14,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from mlora.config import AdapterConfig, DatasetConfig, load_adapters, parse_config
+from mlora.config import AdapterConfig, load_adapters, parse_config
 from mlora.engine.adapter_run import OVER, AdapterRun
 from mlora.engine.output import ADDED, INBOX, is_live
 from mlora.engine.requests import end
@@ -76,26 +77,22 @@ def added_adapters(output_dir: Path) -> list[AdapterConfig]:
     return [_read(path) for path in sorted((output_dir / ADDED).glob("*.json"))]
 
 
+def carry_added(source: Path, output_dir: Path) -> None:
+    """What was added to the run in ``source`` belongs to the one in ``output_dir`` too, which goes on from it.
+
+    Raises UserError where the disk does not take it.
+    """
+    try:
+        for path in (source / ADDED).glob("*.json"):
+            shutil.copyfile(path, output_dir / ADDED / path.name)
+    except OSError as error:
+        raise UserError(f"output_dir: {output_dir / ADDED} cannot be written: {error.strerror}") from None
+
+
 def changed_keys(adapter: AdapterConfig) -> dict[str, Any]:
     """An adapter's keys that are not the defaults, as they may stand in a configuration file."""
     defaults = {field.name: field.default for field in dataclasses.fields(AdapterConfig)}
-    tree = {key: value for key, value in adapter.plain().items() if getattr(adapter, key) != defaults[key]}
-    sources = [_absolute(source) for source in adapter.sources]
-    tree["dataset"] = sources if isinstance(adapter.dataset, tuple) else sources[0]
-    if adapter.eval_dataset is not None:
-        tree["eval_dataset"] = _absolute(adapter.eval_dataset)
-    return tree
-
-
-def _absolute(source: DatasetConfig) -> dict[str, Any]:
-    """A data set's keys that are not the defaults, with whole paths: the run may have another working folder."""
-    tree = {f.name: getattr(source, f.name) for f in dataclasses.fields(source) if f.name != "columns"}
-    tree = {key: value for key, value in tree.items() if value != getattr(DatasetConfig, key)}
-    if source.path:
-        tree["path"] = str(source.path.resolve())
-    if source.chat_template not in (None, "none"):
-        tree["chat_template"] = str(Path(source.chat_template).resolve())
-    return tree | {"columns": dict(source.columns)}
+    return {key: value for key, value in adapter.plain().items() if getattr(adapter, key) != defaults[key]}
 
 
 class Inbox:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import replace
@@ -17,13 +17,14 @@ from mlora.engine.checkpoints import Resume
 from mlora.engine.coordinator import OnStep
 from mlora.engine.device import choose_device
 from mlora.engine.exporter import Collector, Exporter
-from mlora.engine.inbox import Inbox, added_adapters
+from mlora.engine.inbox import Inbox, added_adapters, carry_added
 from mlora.engine.init_from import load_initial
 from mlora.engine.layout import first_layers
 from mlora.engine.live import LiveView, terminal
 from mlora.engine.loggers import Loggers, check_loggers
 from mlora.engine.memory import rows_of
 from mlora.engine.output import (
+    ADDED,
     CHECKPOINTS,
     METRICS,
     PICTURE,
@@ -43,6 +44,7 @@ from mlora.engine.results import AdapterResult, Results
 from mlora.engine.start import Start, saved_adapters
 from mlora.engine.status import Status
 from mlora.engine.worker import Job, Seat, Worker
+from mlora.files import write_whole
 from mlora.pipeline.executor import Window
 from mlora.pipeline.schedule import Timed, chrome_trace, svg
 from mlora.pipeline.transport.control import Control
@@ -61,8 +63,8 @@ class Leader:
         self._source = start.source(config.output_dir)
         self._goes_on = self._source == config.output_dir  # in its own folder
         given = config.adapters
-        if self._goes_on:
-            config = _with_added(config)
+        if self._source is not None:
+            config = _with_added(config, self._source)
         self._on_step = on_step
         self._overwrite = start.overwrite
         check_free(config.output_dir)
@@ -88,7 +90,11 @@ class Leader:
             resume = Resume(self._source / CHECKPOINTS, start.allow_changed)
             resume.apply(self._adapters, self._prepared.parked, self._base)
         for adapter in self._adapters:
-            load_initial(adapter, self._base)
+            self._load_initial(adapter, added)
+        parked = {*self._prepared.parked, *(one.config.name for one in self._adapters if one.state == "failed")}
+        for name in sorted(parked.intersection(added)):
+            file = config.output_dir / ADDED / f"{name}.json"
+            print(f"{name}: was added to the run while it ran; to leave it out from now on delete {file}", flush=True)
 
     def run(self, seat: Seat, requests: Requests, ask: Callable[[str], None]) -> Results:
         """Train to the end as stage 0 of the first replica, see ``Lead``."""
@@ -103,6 +109,8 @@ class Leader:
         start = time.monotonic()
         view = LiveView(console, self._adapters, worker.microbatches, rows_of(config), seat.device) if console else None
         try:
+            if self._source is not None and not self._goes_on:
+                carry_added(self._source, config.output_dir)
             self._open(recorder)
             write_facts(config, self._adapters, self._engine)
             status.write(at_once=True)
@@ -113,7 +121,10 @@ class Leader:
                 with Inbox(config.output_dir, self._adapters, self._prepare, requests.add, ask):
                     self._walk(worker, windows, others, seat.world, recorder, exporter)
                 for adapter in requests.arrived():
-                    print(f"{adapter.config.name}: was added too late; --resume auto goes on with it", flush=True)
+                    print(
+                        f"{adapter.config.name}: was added too late; --resume auto (resume='auto') goes on with it",
+                        flush=True,
+                    )
                 exporter.finish()
         except BaseException:
             exporter.abandon(wait=seat.stages is None)
@@ -178,6 +189,16 @@ class Leader:
             if adapter.state != "waiting":
                 adapter.restored = None
 
+    def _load_initial(self, adapter: AdapterRun, added: Collection[str]) -> None:
+        """Raises UserError; but where no file of the user's names the adapter, it is parked, and the others go on."""
+        try:
+            load_initial(adapter, self._base)
+        except UserError as error:
+            if adapter.config.name not in added:
+                raise
+            adapter.state, adapter.reason = "failed", str(error)
+            print(f"{adapter.config.name}: is parked: {error}", flush=True)
+
     def _prepare(self, index: int, config: AdapterConfig) -> AdapterRun:
         adapter = prepare_adapter(index, config, self._base)
         load_initial(adapter, self._base)
@@ -207,8 +228,8 @@ class Leader:
             return  # all adapters had ended before
         begin = [timed for part in parts for timed in part[:_PICTURED]]
         try:
-            (self._config.output_dir / TRACE).write_text(chrome_trace(whole), encoding="utf-8")
-            (self._config.output_dir / PICTURE).write_text(svg(begin, names), encoding="utf-8")
+            write_whole(self._config.output_dir / TRACE, chrome_trace(whole).encode())
+            write_whole(self._config.output_dir / PICTURE, svg(begin, names).encode())
         except OSError as error:
             print(f"the timeline cannot be written: {error.strerror}", flush=True)
 
@@ -222,10 +243,10 @@ def _report(output_dir: Path) -> None:
         print(f"no report: {kind}{error}", flush=True)
 
 
-def _with_added(config: RunConfig) -> RunConfig:
-    """With the adapters that were added to the run in the folder while it ran, unless the file names them by now."""
+def _with_added(config: RunConfig, source: Path) -> RunConfig:
+    """With the adapters that were added to the run in ``source`` while it ran, unless the file names them by now."""
     names = {adapter.name.lower() for adapter in config.adapters}
-    added = tuple(adapter for adapter in added_adapters(config.output_dir) if adapter.name.lower() not in names)
+    added = tuple(adapter for adapter in added_adapters(source) if adapter.name.lower() not in names)
     return replace(config, adapters=config.adapters + added)
 
 

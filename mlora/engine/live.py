@@ -134,24 +134,25 @@ class LiveView:
         return found
 
     def _table(self, rows: Sequence[Mapping[str, Text]]) -> Table:
-        """As many columns as the terminal is wide for."""
+        """As many columns as the terminal is wide for, beside a third of it for the names; these get what is left."""
         width = self._console.width
         for count in range(len(_COLUMNS), 1, -1):
             kept = [name for name in _SHOWN if name in _COLUMNS[:count]]
-            table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
-            for name in kept:
-                right = name not in ("adapter", "state", "curve")
-                table.add_column(
-                    name,
-                    justify="right" if right else "left",
-                    no_wrap=True,
-                    max_width=width // 3 if name == "adapter" else None,
-                    overflow="crop" if self._ascii else "ellipsis",
-                )
-            for row in rows:
-                table.add_row(*(row[name] for name in kept))
-            if Measurement.get(self._console, self._console.options.update(width=10_000), table).maximum <= width:
+            table = self._columns(kept, rows, width // 3)
+            left = width - Measurement.get(self._console, self._console.options.update(width=10_000), table).maximum
+            if left >= 0:
                 break
+        return self._columns(kept, rows, width // 3 + max(0, left))
+
+    def _columns(self, kept: Sequence[str], rows: Sequence[Mapping[str, Text]], longest: int) -> Table:
+        """The table with these columns. ``longest``: characters of a name."""
+        table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
+        for name in kept:
+            right = name not in ("adapter", "state", "curve")
+            table.add_column(name, justify="right" if right else "left", no_wrap=True, overflow="crop")
+        for row in rows:
+            name = shortened(row["adapter"].plain, longest, "~" if self._ascii else "…")
+            table.add_row(*(Text(name) if key == "adapter" else row[key] for key in kept))
         return table
 
 
@@ -184,6 +185,12 @@ def is_ascii(encoding: str, environment: Mapping[str, str]) -> bool:
     """Whether only ASCII is shown: for other encodings than UTF-8, and in locale C, where Python writes UTF-8 still."""
     named = environment.get("LC_ALL") or environment.get("LANG")
     return not encoding.lower().startswith("utf") or named in ("C", "POSIX")
+
+
+def shortened(name: str, longest: int, mark: str) -> str:
+    """A name that is too long without its middle: those of a grid differ at the end."""
+    tail = (longest - 1) // 2
+    return name if len(name) <= longest else f"{name[: longest - 1 - tail]}{mark}{name[len(name) - tail :]}"
 
 
 def curve(reports: Sequence[StepReport], bars: str) -> str:

@@ -19,6 +19,7 @@ from typing import Any, Protocol
 
 from mlora.config import AdapterConfig
 from mlora.engine.output import LOGGED, TENSORBOARD
+from mlora.files import write_whole
 from mlora.types import UserError
 
 _CLOSE_S = 15.0  # that a run waits at its end for what is not sent yet; less than a signal leaves it
@@ -138,11 +139,16 @@ _MADE: dict[str, Callable[[Path], Logger]] = {  # each under the name of its pac
 
 def check_loggers(names: tuple[str, ...]) -> None:
     """Raises UserError where a package is missing, or W&B has no key."""
+    check_installed(names)
+    if "wandb" in names:
+        _log_in()
+
+
+def check_installed(names: tuple[str, ...]) -> None:
+    """Raises UserError where a package is missing."""
     for name in names:
         if importlib.util.find_spec(name) is None:
             raise UserError(f"report_to: {name} is not installed: pip install 'mlora-engine[{name}]', or leave it out")
-    if "wandb" in names:
-        _log_in()
 
 
 def _log_in() -> None:
@@ -232,7 +238,7 @@ class _Ids:
         with self._lock:
             tree = self._read()
             tree.setdefault(self._logger, {})[adapter] = name
-            self._path.write_text(json.dumps(tree, indent=1), encoding="utf-8")
+            write_whole(self._path, json.dumps(tree, indent=1).encode())
 
     def _read(self) -> dict[str, dict[str, str]]:
         with suppress(OSError, ValueError):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,7 +10,11 @@ import torch
 
 from mlora.checkpoint.model_files import DTYPES, TensorPlan, copy_beside, new_folder, write_index, write_weights
 from mlora.engine.device import prepare
+from mlora.engine.progress import Progress
+from mlora.engine.requests import Requests, stop
+from mlora.engine.signals import StopSignals
 from mlora.engine.trained import BARE_SLOT, Trained, base_of, check_fits, one_sample, read_trained, stage_of
+from mlora.engine.world import is_launched
 from mlora.models.decoder import Decoder
 from mlora.models.quantised import FrozenLinears, check_quantization
 from mlora.models.spec import ModelSpec, Quantization, load_spec
@@ -77,7 +81,7 @@ class _Source(Weights):
         weight = weight.to(dtype)
         if not bool(weight.isfinite().all()):
             name_of = str(dtype).removeprefix("torch.")
-            raise UserError(f"{name}: not finite in {name_of} once merged; give --dtype float32 or bfloat16")
+            raise UserError(f"{name}: not finite in {name_of} once merged; choose dtype float32 or bfloat16")
         return weight
 
     def layer(self, index: int) -> dict[str, torch.Tensor]:
@@ -93,7 +97,11 @@ class _Source(Weights):
 
 
 def merge(
-    adapter_folder: Path, output: Path, base: str | None = None, dtype: str | None = None, dequantised: bool = False
+    adapter_folder: str | Path,
+    output: str | Path,
+    base: str | None = None,
+    dtype: str | None = None,
+    dequantised: bool = False,
 ) -> Merged:
     """Write W + scaling·B·A for every module of the adapter, and all else as it is, as a model's folder at ``output``.
 
@@ -103,33 +111,33 @@ def merge(
     for the comparison of logits behind it, one layer of the model.
 
     Raises UserError where the adapter does not fit the model, a sum is not finite, ``output`` is taken, or nothing says
-    how the base was quantised.
+    how the base was quantised; Interrupted at SIGINT or SIGTERM. Of what is not complete nothing is left.
     """
-    adapter = read_trained(adapter_folder)
+    if dtype is not None and dtype not in DTYPES:
+        raise UserError(f"dtype: {dtype!r} is not one of {', '.join(DTYPES)}")
+    output, adapter = Path(output), read_trained(Path(adapter_folder))
     folder = base_of([adapter], base)
     spec = load_spec(folder)
     targets = check_fits(adapter, spec)
     checkpoint = Checkpoint(folder, spec)
     linears, quantization = _linears(checkpoint, adapter, spec, folder, dequantised)
     source = _Source(checkpoint, spec, linears if dequantised else None, adapter, dtype)
+    main = source.dtype_of(f"{targets[0]}.weight")
     shards = {
         shard: [TensorPlan(name=name, shape=shape, dtype=source.dtype_of(name)) for name, shape, _ in tensors]
         for shard, tensors in checkpoint.files().items()
     }
-    size = sum(plan.size for plans in shards.values() for plan in plans)
-    with new_folder(output, size) as staging:
-        for shard, plans in shards.items():
-            write_weights(staging / shard, plans, lambda plan: source.tensor(plan.name))
-        if len(shards) > 1:
-            write_index(staging, shards)
-        main = source.dtype_of(f"{targets[0]}.weight")
+    size, requests = sum(plan.size for plans in shards.values() for plan in plans), Requests()
+    with StopSignals(lambda number: requests.ask(stop(number)), is_launched()), new_folder(output, size) as staging:
+        _write(staging, shards, source, requests)
         copy_beside(folder, staging, main)
         trained = _Source(checkpoint, spec, linears, None, None)
         ways: list[tuple[Weights, list[Trained]]] = [(trained, [adapter]), (trained, [])]
         ways.append((Checkpoint(staging, load_spec(staging)), []))
         if linears is not None and checkpoint.stored is None:
             ways.append((_Source(checkpoint, spec, None if dequantised else linears, adapter, dtype), []))
-        adapted, *others = _logits(spec, ways, main)
+        adapted, *others = _logits(spec, ways, main, requests)
+        requests.check()
     bare, written, *other = (float((adapted - logits).abs().max()) for logits in others)
     return Merged(
         folder=output,
@@ -144,21 +152,36 @@ def merge(
     )
 
 
+def _write(folder: Path, shards: Mapping[str, list[TensorPlan]], source: _Source, requests: Requests) -> None:
+    progress = Progress("merging", sum(map(len, shards.values())), "tensors")
+
+    def made(plan: TensorPlan) -> torch.Tensor:
+        requests.check()
+        tensor = source.tensor(plan.name)
+        progress.advance()
+        return tensor
+
+    for shard, plans in shards.items():
+        write_weights(folder / shard, plans, made)
+    if len(shards) > 1:
+        write_index(folder, shards)
+
+
 def _linears(
     checkpoint: Checkpoint, adapter: Trained, spec: ModelSpec, folder: Path, dequantised: bool
 ) -> tuple[FrozenLinears | None, Quantization | None]:
     """What dequantises the base's linears as in training, and how they were kept; None where they were as they are."""
     if checkpoint.stored is not None and not dequantised:
         raise UserError(
-            f"{folder}: its weights are stored quantised; give --base the model that they were made from, or "
-            "--dequantised to merge into what they stand for"
+            f"{folder}: its weights are stored quantised; give --base (base=…) the model that they were made "
+            "from, or --dequantised (dequantised=True) to merge into what they stand for"
         )
     kept, dtype = adapter.kept or (None, torch.float32)
     quantization = checkpoint.stored or kept
     if quantization is None:
         if dequantised:
             raise UserError(
-                f"--dequantised: neither {folder} nor the files of {adapter.folder} say that its base was quantised; "
+                f"dequantised: neither {folder} nor the files of {adapter.folder} say that its base was quantised; "
                 "leave it out"
             )
         return None, None
@@ -167,15 +190,20 @@ def _linears(
     return FrozenLinears(spec, quantization, dtype, _CPU), quantization
 
 
-def _logits(spec: ModelSpec, ways: Sequence[tuple[Weights, list[Trained]]], dtype: str) -> list[torch.Tensor]:
+def _logits(
+    spec: ModelSpec, ways: Sequence[tuple[Weights, list[Trained]]], dtype: str, requests: Requests
+) -> list[torch.Tensor]:
     """Logits of each way's weights with its adapter, in at least float32 on the CPU, layer by layer."""
     prepare(_CPU)
     torch.manual_seed(0)
     wide = torch.promote_types(getattr(torch, dtype), torch.float32)
     input_ids = torch.randint(0, spec.vocab_size, (_ROWS,))
     rows: list[torch.Tensor | None] = [None] * len(ways)
+    progress = Progress("comparing logits", spec.num_layers, "layers")
     for layer in range(spec.num_layers):
         for i, (weights, adapters) in enumerate(ways):
+            requests.check()
             stage = stage_of(Decoder(spec, weights, range(layer, layer + 1), wide, _CPU), adapters)
             rows[i] = stage.evaluate(one_sample(input_ids, BARE_SLOT + len(adapters)), rows[i])
+        progress.advance()
     return [x for x in rows if x is not None]

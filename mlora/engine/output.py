@@ -42,8 +42,8 @@ def check_output(config: RunConfig, overwrite: bool, resume: bool = False) -> No
     found = [path for path in folder.iterdir() if path.name != _LOCK]
     if found and not overwrite and not resume:
         raise UserError(
-            f"output_dir: {folder} holds an earlier run; give another folder, or --overwrite to replace it, or "
-            "--resume auto to go on with it"
+            f"output_dir: {folder} holds an earlier run; give another folder, or --overwrite (overwrite=True) to "
+            "replace it, or --resume auto (resume='auto') to go on with it"
         )
 
 

@@ -6,6 +6,7 @@ import os
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from mlora.adapters.optimizer import learning_rate, warmup_steps
 from mlora.adapters.targets import match_targets
@@ -152,10 +153,10 @@ def prepare_adapter(index: int, config: AdapterConfig, base: Base) -> AdapterRun
         print(f"{config.name}: max_length {config.max_length} is over the model's {length} positions; {length} is used")
     for warning in deployment_warnings(config):
         print(warning)
-    data = open_data(config.name, config.sources, base, length)
+    data = _open(config, "dataset", config.sources, base, length)
     summary, held_out = data.stats.summary(), None
     if config.eval_dataset is not None:
-        held_out = open_data(config.name, (config.eval_dataset,), base, length)
+        held_out = _open(config, "eval_dataset", (config.eval_dataset,), base, length)
     elif config.val_size:
         data, held_out = _hold_out(config, data)
     adapter = AdapterRun(index=index, config=config, data=data, targets=targets, held_out=held_out)
@@ -165,6 +166,17 @@ def prepare_adapter(index: int, config: AdapterConfig, base: Base) -> AdapterRun
         targets_held_out = int(held_out.target_tokens.sum())
         print(f"{config.name}: evaluated on {len(held_out):,} held-out rows, {targets_held_out:,} target tokens")
     return adapter
+
+
+def _open(config: AdapterConfig, key: str, sources: Sequence[DatasetConfig], *rest: Any) -> TokenData:
+    """``open_data``, with the place of a key that is at fault in it."""
+    try:
+        return open_data(config.name, sources, *rest)
+    except UserError as error:
+        text = str(error)
+        if not text.startswith("dataset"):
+            raise
+        raise type(error)(f"adapters[{config.name}].{key}{text.removeprefix('dataset')}") from None
 
 
 def _hold_out(config: AdapterConfig, data: TokenData) -> tuple[TokenData, TokenData]:

@@ -38,8 +38,9 @@ table { border-collapse: collapse; font-size: .9rem; }
 th, td { padding: .3rem .9rem .3rem 0; text-align: right; vertical-align: top; white-space: nowrap; }
 tr { border-bottom: 1px solid #e4e4e4; }
 th { color: #666; font-weight: 500; }
-th.text, td.text, .long { text-align: left; }
-.long { white-space: normal; min-width: 16rem; }
+th.text, td.text, .name, .long { text-align: left; }
+.name, .value, .long { white-space: normal; overflow-wrap: anywhere; min-width: 7rem; }
+.long { min-width: 12rem; }
 .note { color: #666; margin: .2rem 0; }
 .ended { color: #177245; } .failed { color: #b3261e; } .interrupted, .stopped, .cancelled { color: #8a5a00; }
 img { max-width: 100%; height: auto; }
@@ -131,23 +132,23 @@ def _summary(status: Mapping[str, Any], facts: Mapping[str, Any]) -> list[str]:
 
 Cell = tuple[str, str]  # CSS class, text
 _ADAPTER_TITLES = (
-    *("adapter", "state", "step", "first loss", "last loss", "best loss", "held-out loss", "tokens", "tokens/s"),
+    *("adapter", "state", "step", "first loss", "last loss", "best loss", "best held-out", "tokens", "tokens/s"),
     "what became of it",
 )
 
 
 def _adapter_row(entry: Mapping[str, Any], curve: Curve) -> list[Cell]:
-    best = f"{curve.best[0]:.4f} @{curve.best[1]}" if curve.best else "–"
+    best, held_out = (f"{pair[0]:.4f} @{pair[1]}" if pair else "–" for pair in (curve.best, curve.best_eval))
     first, last = (f"{curve.losses[i]:.4f}" if curve.losses else "–" for i in (0, -1))
     speed = f"{sum(curve.speeds) / len(curve.speeds):,.1f}" if curve.speeds else "–"
     return [
-        ("text", curve.adapter),
+        ("name", curve.adapter),
         (f"text {entry['state']}", entry["state"]),
         ("", "–" if entry["step"] is None else f"{entry['step']}/{entry['total_steps']}"),
         ("", first),
         ("", last),
         ("", best),
-        ("", f"{curve.eval_losses[-1]:.4f}" if curve.eval_losses else "–"),
+        ("", held_out),
         ("", f"{curve.tokens:,}"),
         ("", speed),
         ("long", entry["reason"] or (f"exported to {ADAPTERS}/{curve.adapter}" if entry["exported"] else "–")),
@@ -164,7 +165,7 @@ def _data_row(name: str, data: Mapping[str, Any]) -> list[Cell]:
     dropped = ", ".join(f"{count:,} {reason}" for reason, count in sorted(data["dropped"].items()))
     numbers = (data["rows"], data["kept"], data["truncated"], data.get("held_out", 0), data["tokens"])
     return [
-        ("text", name),
+        ("name", name),
         *(("", f"{number:,}") for number in numbers),
         ("", f"{data['target_tokens']:,} ({data['target_tokens'] / max(1, data['tokens']):.0%})"),
         ("", ", ".join(f"{length:,}" for length in data["lengths"])),
@@ -178,7 +179,8 @@ def _configuration(config: Mapping[str, Any], curves: Sequence[Curve]) -> list[s
     differing = differences(curves)
     if len(curves) > 1 and differing:
         titles = ("key", *(curve.adapter for curve in curves))
-        parts = [_table(titles, [[("text", key), *(("", v) for v in values)] for key, values in differing.items()])]
+        rows = [[("text", key), *(("value", value) for value in values)] for key, values in differing.items()]
+        parts = [_table(titles, rows)]
     text = yaml.safe_dump(dict(config), sort_keys=False, allow_unicode=True) if config else "not known"
     return [*parts, f"<details><summary>all keys</summary><pre>{escape(text)}</pre></details>"]
 

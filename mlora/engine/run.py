@@ -47,6 +47,8 @@ def train(
     def lead(world_size: int) -> Leader:
         return Leader(_as_config(config, overrides), start, on_step, world_size)
 
+    if not isinstance(resume, str | Path | None):
+        raise UserError(f"resume: expected 'auto' or a run's folder, found {resume!r}")
     start = Start(overwrite=overwrite, resume=resume, allow_changed=allow_changed, restarts=torchrun_restarts())
     results: Results = run_stages(lead, follow_training, on_step)
     if results.signal is not None:

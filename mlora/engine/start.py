@@ -34,9 +34,7 @@ class Start:
             return output_dir
         source = Path(self.resume)
         if not saved_adapters(source / CHECKPOINTS):
-            raise UserError(
-                f"--resume {source}: there are no checkpoints in {source / CHECKPOINTS}; give a run's folder"
-            )
+            raise UserError(f"resume {source}: there are no checkpoints in {source / CHECKPOINTS}; give a run's folder")
         return output_dir if source.resolve() == output_dir.resolve() else source
 
 

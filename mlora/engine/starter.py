@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from mlora.config import load_config
-from mlora.data import read_rows
-from mlora.files import writable
+from mlora.data import FileSource
+from mlora.files import writable, write_whole
 from mlora.tasks.formats import FORMATS, guess_format
 from mlora.types import UserError
 
@@ -52,22 +52,31 @@ def write_starter(files: Sequence[Path], config: Path, base_model: str) -> list[
     for file in files:
         names.append(_name(file, names))
         blocks.append(_block(file, names[-1], config))
-    head = _HEAD.format(file=config.name, base_model=_quoted(base_model), run=config.stem)
+    local = Path(base_model)
+    model = _from_folder(local, config) if local.is_dir() and not local.is_absolute() else base_model
+    head = _HEAD.format(file=config.name, base_model=_quoted(model), run=config.stem)
+    if os.path.lexists(config):
+        raise UserError(f"{config}: exists already; give another --output")
     with writable(config):
-        if config.exists():
-            raise UserError(f"{config}: exists already; give another --output")
         config.parent.mkdir(parents=True, exist_ok=True)
-        with config.open("x", encoding="utf-8") as out:
-            out.write(head + "".join(blocks))
+        write_whole(config, (head + "".join(blocks)).encode())
     load_config(config)
     return names
 
 
 def _block(file: Path, name: str, config: Path) -> str:
-    form = guess_format(next(iter(read_rows(file))), {})
+    row = next(FileSource(path=file).rows())
+    form = guess_format(row, {})
     label = next(label for label, candidate in FORMATS.items() if candidate is form)
-    path = os.path.relpath(file.resolve(), config.resolve().parent)
-    return _ADAPTER.format(name=_quoted(name), path=_quoted(path), format=label, columns=", ".join(form.required))
+    columns = [*form.required, *(name for name in form.optional if name in row.value)]
+    return _ADAPTER.format(
+        name=_quoted(name), path=_quoted(_from_folder(file, config)), format=label, columns=", ".join(columns)
+    )
+
+
+def _from_folder(path: Path, config: Path) -> str:
+    """As paths count in the configuration file."""
+    return os.path.relpath(path.resolve(), config.resolve().parent)
 
 
 def _name(file: Path, taken: Sequence[str]) -> str:

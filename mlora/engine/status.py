@@ -20,6 +20,7 @@ from mlora.files import write_whole
 from mlora.types import UserError
 
 _EVERY_S = 1.0
+_NEXT = "give a run's folder, the output_dir of its configuration"
 _KEYS = {"state", "reason", "step", "total_steps", "first_loss", "last_loss", "exported"}  # of each adapter
 
 
@@ -43,7 +44,7 @@ class Status:
             if not at_once and time.monotonic() - self._last < _EVERY_S:
                 return
             self._last = time.monotonic()
-            with suppress(OSError):
+            with suppress(OSError):  # a disk that does not take it must not cost the training
                 write_whole(self._path, json.dumps(self._tree(), indent=1).encode())
 
     def _tree(self) -> dict[str, Any]:
@@ -85,9 +86,10 @@ def read_status(output_dir: Path) -> dict[str, Any]:
     try:
         tree = json.loads((output_dir / STATUS).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
-        raise UserError(f"{output_dir}: holds no run: {STATUS} cannot be read: {error}") from None
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise UserError(f"{output_dir}: holds no run: {STATUS} cannot be read: {reason}; {_NEXT}") from None
     if not _is_status(tree):
-        raise UserError(f"{output_dir}: holds no run: {STATUS} is not one that a run has written")
+        raise UserError(f"{output_dir}: holds no run: {STATUS} is not one that a run has written; {_NEXT}")
     live = is_live(output_dir)
     for name, adapter in tree["adapters"].items():
         if not live and adapter["state"] not in OVER:

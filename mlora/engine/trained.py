@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,8 +21,12 @@ from mlora.models.quantised import check_quantization, from_note
 from mlora.models.spec import ModelSpec, Quantization, linear_shapes, load_spec
 from mlora.models.weights import Checkpoint, resolve_base_model
 from mlora.pipeline.stage import Batch, Stage
-from mlora.types import Microbatch, SampleRef, Segment, UserError, padded
+from mlora.types import Microbatch, Note, SampleRef, Segment, UserError, padded
 
+_INERT = {  # what PEFT's file may say and no result depends on
+    *("auto_mapping", "base_model_name_or_path", "inference_mode", "peft_version", "revision", "runtime_config"),
+    *("ensure_weight_tying", "megatron_core", "qalora_group_size"),
+}
 BASE = "base"  # the name of the base model without an adapter
 BARE_SLOT = 0  # whose rows have the base model alone; adapters have the slots from 1 on
 
@@ -46,6 +51,9 @@ class Trained:
 
 def read_trained(folder: Path) -> Trained:
     """An adapter in PEFT's form. Raises UserError naming the file that is damaged or asks for what the engine lacks."""
+    if (folder / ADAPTERS).is_dir():
+        found = " or ".join(map(str, _folders(folder)))
+        raise UserError(f"{folder}: is a run's folder, and one adapter is asked for; give {found}")
     fields, matrices = read_adapter(folder)
     base_model = fields.get("base_model_name_or_path")
     return Trained(
@@ -80,15 +88,19 @@ def base_of(adapters: Sequence[Trained], named: str | None) -> Path:
     wanted = {adapter.base_model: adapter for adapter in adapters}
     if "" in wanted:
         file = adapter_files(wanted[""].folder)[0]
-        raise UserError(f"{file}: base_model_name_or_path is missing; write the base model there, or give --base")
+        raise UserError(
+            f"{file}: base_model_name_or_path is missing; write the base model there, or give --base (base=…)"
+        )
     if len(wanted) > 1:
         first, second = list(wanted.values())[:2]
         raise UserError(
             f"{first.name} is made for {first.base_model}, but {second.name} for {second.base_model}; use them one by "
-            "one, or give --base"
+            "one, or give --base (base=…)"
         )
     if not wanted:
-        raise UserError("no adapter and no base model: give the folder of an adapter or of a run, or --base MODEL")
+        raise UserError(
+            "no adapter and no base model: give the folder of an adapter or of a run, or --base MODEL (base=…)"
+        )
     return resolve_base_model(next(iter(wanted)))
 
 
@@ -183,9 +195,12 @@ def _folders(place: Path) -> list[Path]:
 
 def _adapter_config(fields: dict[str, object], folder: Path) -> AdapterConfig:
     """PEFT's fields that the engine knows, checked as if they stood in a configuration file; what it does not do is
-    refused."""
+    refused, and a field that it has never heard of told, since it might change what the matrices do."""
     names = {field.name for field in dataclasses.fields(AdapterConfig)} | REFUSED.keys()
     known = {key: value for key, value in fields.items() if key in names}
+    for key, value in fields.items():
+        if value and key not in names | _INERT:
+            warnings.warn(f"{adapter_files(folder)[0]}: {key} is not known here and is left aside", Note, stacklevel=2)
     name = re.sub(r"[^A-Za-z0-9._-]", "-", folder.resolve().name).lstrip("._-")[:100] or "adapter"
     adapter = {**known, "name": name, "dataset": str(folder)}
     try:

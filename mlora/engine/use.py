@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from mlora.config import PipelineConfig, RunConfig, data_config
+from mlora.config import PipelineConfig, parse_config
 from mlora.engine.base import model_digest
 from mlora.engine.device import choose_device, choose_dtype
 from mlora.engine.layout import first_layers, layer_counts
@@ -16,6 +17,7 @@ from mlora.engine.worker import Job, Seat, check_model
 from mlora.models.spec import Quantization, load_spec
 from mlora.pipeline.schedule import in_flight
 from mlora.pipeline.stage import Stage
+from mlora.types import UserError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,20 +65,22 @@ class Models:
 
     def use(self, world: int) -> Use:
         """Read the adapters, not the model's weights. Raises UserError."""
+        if isinstance(self.places, str | Path):
+            raise UserError(f"places: give a list of folders, such as [{str(self.places)!r}]")
         adapters = find_trained(self.places)
         folder = base_of(adapters, self.base)
-        spec, device = load_spec(folder), choose_device(self.device)
+        keys = {"base_model": str(folder), "device": self.device, "dtype": self.dtype}
+        config = parse_config(keys | {"adapters": [{"name": "none", "dataset": "."}]})
+        spec, device = load_spec(folder), choose_device(config.device)
         pipeline = PipelineConfig(stages=self.stages, replicas=1, transport="local" if world == 1 else "auto")
         counts = layer_counts(spec, pipeline.shape(world)[0])
         names = {slot: adapter.name for slot, adapter in enumerate(adapters, BARE_SLOT + 1)}
         return Use(
-            config=RunConfig(
-                base_model=str(folder), adapters=(data_config("."),), device=self.device, pipeline=pipeline
-            ),
+            config=dataclasses.replace(config, pipeline=pipeline),
             first_layers=first_layers(counts),
             in_flight=in_flight(len(counts), 1),
             replicas=1,
-            dtype=choose_dtype(self.dtype, device),
+            dtype=choose_dtype(config.dtype, device),
             model_digest=model_digest(folder),
             adapters=tuple(adapters),
             quantization=kept_by_all(adapters),

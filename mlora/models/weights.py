@@ -129,7 +129,10 @@ def resolve_base_model(name: str) -> Path:
     try:
         return Path(snapshot_download(name, allow_patterns=list(_DOWNLOADS)))
     except HFValidationError:
-        raise UserError(f"{tried} and cannot be a hub id; check the path") from None
+        raise UserError(
+            f"{tried}, and cannot be a hub id; check the path, which counts from the configuration's folder if it "
+            "stands in one"
+        ) from None
     except GatedRepoError:
         raise UserError(f"{tried}, and on the hub it is gated; ask for access there and run `hf auth login`") from None
     except RepositoryNotFoundError:

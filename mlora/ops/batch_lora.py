@@ -11,7 +11,8 @@ Letters: T packed rows, N rows of one sample, D in features, O out features, R t
 the modules of a merged linear (q, k and v share one x, so their A lie stacked in one ``a_RD``).
 
 The sample is the unit of arithmetic. Gradients are products over one sample's rows, added to the adapter's accumulator
-in the order in which the samples come, so they do not depend on how a step is cut into microbatches or on neighbours.
+in the order in which the samples come, so they do not depend on how a step is cut into microbatches or on neighbours
+(in kernels: over pieces of a sample, see mlora.ops.kernels.lora).
 Parameters are read when they are needed and never kept: another adapter may step between this forward and its backward.
 
 What is added to y or dx costs a pass over it. On a GPU that pass is left to the kernel that reads y or dx next (a norm,

@@ -14,9 +14,10 @@ from mlora.ops.devices import sent
 from mlora.types import Microbatch, SampleRef, Segment, padded
 
 ROW_TILE, NARROW_TILE = 64, 16  # rows of one program
+PIECE = 512  # most rows of a sample that one sum runs over
 SAMPLE_FIELDS = 5  # slot, first row, length, ordinal, step
 NOBODY = -1  # the slot of padding rows
-_TABLES = ("positions_T", "samples", "starts", "lengths", "spans", "row_tiles", "narrow_tiles")
+_TABLES = ("positions_T", "samples", "starts", "lengths", "spans", "pieces", "row_tiles", "narrow_tiles")
 _CAPACITY = 16  # tables are padded to a multiple, so that shapes repeat
 
 
@@ -29,10 +30,10 @@ class Routing:
         dropout: whether adapters' dropout applies (not in evaluation).
         samples: int32 [5, S]: slot, first row, length, ordinal, step; then the padding rows as one of NOBODY, then empty.
         starts, lengths: int32 [S], rows 1 and 2 of ``samples`` with 0 for the padding.
-        spans: int32 [G, 3]: slot, first sample and number of samples of each segment; empty ones at the end.
+        spans: int32 [G, 3]: slot, first piece and number of pieces of each segment; empty ones at the end.
         flat, shapes: all tables one after another in one tensor, and their shapes.
-        row_tiles, narrow_tiles: int32 [N, 8]: slot, first row, rows that are left of the sample, offset in it, ordinal,
-            step, two unused, of each tile of ROW_TILE or NARROW_TILE rows.
+        pieces, row_tiles, narrow_tiles: int32 [N, 8]: slot, first row, rows that are left of the sample, offset in it,
+            ordinal, step, two unused, of each tile of PIECE, ROW_TILE or NARROW_TILE rows.
     """
 
     segments: tuple[Segment, ...]
@@ -44,6 +45,7 @@ class Routing:
     starts: torch.Tensor
     lengths: torch.Tensor
     spans: torch.Tensor
+    pieces: torch.Tensor
     row_tiles: torch.Tensor
     narrow_tiles: torch.Tensor
     flat: torch.Tensor
@@ -85,7 +87,8 @@ def route(microbatch: Microbatch, device: torch.device, dropout: bool = True) ->
     owner = torch.repeat_interleave(torch.arange(samples.shape[1]), samples[2].long())
     positions = torch.arange(microbatch.rows, dtype=torch.int32) - samples[1][owner]
     positions[microbatch.tokens :] = 0
-    parts = [positions, samples, starts, lengths, spans, _tiles(samples, ROW_TILE), _tiles(samples, NARROW_TILE)]
+    tiles = [_tiles(samples, rows) for rows in (PIECE, ROW_TILE, NARROW_TILE)]
+    parts = [positions, samples, starts, lengths, spans, *tiles]
     flat = sent(torch.cat([part.reshape(-1) for part in parts]), device)
     shapes = tuple(part.shape for part in parts)
     return Routing(
@@ -120,8 +123,9 @@ def _samples(microbatch: Microbatch) -> torch.Tensor:
 def _spans(microbatch: Microbatch) -> torch.Tensor:
     entries, first = [], 0
     for segment in microbatch.segments:
-        entries.append((segment.slot, first, len(segment.samples)))
-        first += len(segment.samples)
+        count = sum(-(-(last - begin) // PIECE) for _, begin, last in segment.sample_rows())
+        entries.append((segment.slot, first, count))
+        first += count
     entries += [(NOBODY, 0, 0)] * (padded(len(entries), 4) - len(entries))
     return torch.tensor(entries, dtype=torch.int32).view(-1, 3)
 

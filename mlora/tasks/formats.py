@@ -24,11 +24,15 @@ _ROLES = {
     "function": "tool",
     "ipython": "tool",
 }
+_TURNS = {"messages": ("role", "content"), "conversations": ("from", "value")}  # the keys of a turn, by our column
 _CALL_ROLE = "function_call"
 _FLAGS = ("train", "training", "weight")  # ours, Axolotl's, OpenAI's: whether a message is trained
 _PASSED = ("name", "tool_call_id", "reasoning_content")  # texts of a message that a template may print
 _SURROGATE = re.compile("[\ud800-\udfff]")
-_KINDS = {type(None): "null", bool: "true or false", int: "a number", float: "a number", list: "a list"}
+_KINDS: dict[type, str] = {
+    **{type(None): "null", bool: "true or false", int: "a number", float: "a number"},
+    **{str: "text", list: "a list", dict: "an object"},
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,7 +96,8 @@ class Fields:
         calls = _tool_calls(item.get("tool_calls"), self.row, f"{place}.tool_calls")
         for key in (role_key,) if calls else (role_key, content_key):
             if key not in item:
-                raise self.row.error(place, f"{key!r} is missing; it has {_names(item)}")
+                hint = _other_turns(item, place.split("[")[0])
+                raise self.row.error(place, f"{key!r} is missing; it has {_names(item)}{hint}")
         name = _text(item[role_key], self.row, f"{place}.{role_key}")
         if name not in _ROLES:
             raise self.row.error(f"{place}.{role_key}", f"unknown role {name!r}; known are {', '.join(_ROLES)}")
@@ -138,6 +143,14 @@ class Fields:
         if column not in self.row.value:
             raise self.row.error(column, f"missing; the row has {_names(self.row.value)}")
         return self.row.value[column]
+
+
+def _other_turns(item: Mapping[str, object], column: str) -> str:
+    """What to write for a column of turns in the other form than was read."""
+    for name, keys in _TURNS.items():
+        if item.keys() >= {*keys}:
+            return f"; turns of {' and '.join(keys)} are read with columns: {{{name}: {column}}}"
+    return ""
 
 
 def _flag(item: Mapping[str, object], role: str, row: Row, place: str) -> bool | None:
@@ -214,7 +227,7 @@ def _text(value: object, row: Row, column: str) -> str:
 
 
 def _kind(value: object) -> str:
-    return _KINDS.get(type(value), "text" if isinstance(value, str) else "an object")
+    return _KINDS.get(type(value), type(value).__name__)  # Parquet and Arrow have more: bytes, dates, decimals
 
 
 def _names(value: Mapping[str, object]) -> str:
@@ -250,8 +263,9 @@ def _pair_turns(system: str, history: list[tuple[str, str]], user: str, assistan
     return turns
 
 
-def _with_system(system: str, turns: list[Turn]) -> list[Turn]:
+def _chat_turns(fields: Fields, name: str) -> list[Turn]:
     """A column system goes before a conversation that has no such turn of its own."""
+    system, turns = fields.optional_text("system"), fields.turns(name, *_TURNS[name])
     has_one = any(turn.role == "system" for turn in turns)
     return turns if has_one or not system else [Turn(role="system", content=system), *turns]
 
@@ -281,12 +295,12 @@ def _alpaca_plain(fields: Fields) -> tuple[str, str]:
 
 FORMATS: dict[str, Format] = {  # in the order of guessing: the fuller form of a row that has several goes first
     "messages": Format(
-        required=("messages",), optional=("tools",), turns=lambda f: f.turns("messages", "role", "content")
+        required=("messages",), optional=("tools", "system"), turns=lambda f: _chat_turns(f, "messages")
     ),
     "sharegpt": Format(
         required=("conversations",),
         optional=("tools", "system"),
-        turns=lambda f: _with_system(f.optional_text("system"), f.turns("conversations", "from", "value")),
+        turns=lambda f: _chat_turns(f, "conversations"),
     ),
     "alpaca": Format(
         required=("instruction", "output"),
@@ -335,7 +349,13 @@ def guess_format(row: Row, columns: Mapping[str, str]) -> Format:
         raise row.error(None, "the row is empty, so the format cannot be guessed; delete the line, or give format")
     seen = _names(row.value) + (f" (and the setting columns names {_names(columns)})" if columns else "")
     forms = "; ".join(f"{name}: {', '.join(form.required)}" for name, form in FORMATS.items())
-    raise row.error(None, f"the format cannot be guessed from the columns {seen}; give columns or format ({forms})")
+    names = ("prompt", "completion") if len(row.value) > 1 else ("text",)
+    example = ", ".join(f"{ours}: {theirs}" for ours, theirs in zip(names, row.value, strict=False))
+    raise row.error(
+        None,
+        f"the format cannot be guessed from the columns {seen}; give columns or format inside dataset, such as "
+        f"columns: {{{example}}} ({forms})",
+    )
 
 
 def named_format(name: str, columns: Mapping[str, str]) -> Format:

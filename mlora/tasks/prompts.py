@@ -43,7 +43,7 @@ class Prompter:
             ids = self._splitter.leading + self.split(form.plain(fields)[0])
         else:
             raise UserError(
-                f"{row.file}: conversations need a chat template and there is none; --set dataset.chat_template=FILE"
+                f"{row.file}: conversations need a chat template and there is none; give dataset.chat_template a file"
             )
         if not ids:
             raise row.error(None, "the prompt is empty; begin with at least a word")

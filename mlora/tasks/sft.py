@@ -20,7 +20,7 @@ from mlora.types import IGNORE, Encoded, Row, UserError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_VERSION = 3  # raise it whenever the same row would give other tokens or labels
+_VERSION = 4  # raise it whenever the same row would give other tokens or labels
 
 
 class SftTask:

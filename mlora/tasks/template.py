@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -45,12 +46,12 @@ class ChatTemplate:
     def render_all(self, chat: Conversation, row: Row) -> Rendered:
         """The conversation with every character trained.
 
-        Raises UserError where the template refuses the conversation or leaves its last answer out.
+        Raises UserError where the template refuses the conversation or leaves something of it out.
         """
         text = self._render(chat, row)
-        self._check_printed(chat, text, row)
         answers = _answers(chat)
         closed = not answers or bool(self._around(chat, answers[-1], row)[1].strip())
+        self._check_printed(chat, text, row)
         end = chat.turns[-1].role == "assistant" and not closed
         return Rendered(text=text, spans=((0, len(text)),), leading=False, end=end)
 
@@ -61,13 +62,21 @@ class ChatTemplate:
         begins where the template asks for the answer, in the rendering of the messages before it with a generation
         prompt, and ends with its end mark: what the template writes behind an answer before any other turn, but for the
         blanks at its end, which no model is ever asked to produce.
-        Raises UserError where the template refuses the conversation, leaves an answer out, renders the messages before
-        an answer differently when it follows, or marks no end of an answer that others follow.
+        Raises UserError where the template refuses the conversation, leaves something of it out, renders the messages
+        before an answer differently when it follows, or marks no end of an answer that others follow.
         """
         text = self._render(chat, row)
+        found = self._render_marks(chat, text, row) if self._marked else self._render_spans(chat, text, row)
         self._check_printed(chat, text, row)
-        if self._marked:
-            return self._render_marks(chat, text, row)
+        return found
+
+    def render_prompt(self, chat: Conversation, row: Row) -> str:
+        """The conversation up to where the assistant's next answer begins. Raises UserError where it is refused, or
+        something of it left out."""
+        self._check_printed(chat, self._render(chat, row), row)
+        return self._render(chat, row, add_generation_prompt=True)
+
+    def _render_spans(self, chat: Conversation, text: str, row: Row) -> Rendered:
         spans, closed = [], True
         for i in _trained(chat):
             last = i + 1 == len(chat.turns)
@@ -76,10 +85,6 @@ class ChatTemplate:
                 raise row.error(None, _NO_END)
             spans.append((start, stop))
         return Rendered(text=text, spans=tuple(spans), leading=False, end=not closed)
-
-    def render_prompt(self, chat: Conversation, row: Row) -> str:
-        """The conversation up to where the assistant's next answer begins. Raises UserError where it is refused."""
-        return self._render(chat, row, add_generation_prompt=True)
 
     def _render_marks(self, chat: Conversation, text: str, row: Row) -> Rendered:
         """The spans between the template's own marks. A turn that is not to be trained needs a mark for each answer."""
@@ -156,12 +161,7 @@ class ChatTemplate:
         return parts[0], parts[1]
 
     def _check_printed(self, chat: Conversation, text: str, row: Row) -> None:
-        """Raises UserError where the template leaves out what a tool has said, a call of a tool, or the tools."""
-        for i, turn in enumerate(chat.turns):
-            if turn.role == "tool":
-                if _STAND_IN not in self._render(chat.put(i, replace(turn, content=_STAND_IN)), row):
-                    raise row.error(None, _LEFT_OUT.format("the turns of role 'tool'"))
-                break
+        """Raises UserError where the template leaves out a text, a call of a tool, or the tools."""
         for i, turn in enumerate(chat.turns):
             if "tool_calls" in turn.extra:
                 without = {key: value for key, value in turn.extra.items() if key != "tool_calls"}
@@ -170,6 +170,9 @@ class ChatTemplate:
                 break
         if chat.tools and self._render(replace(chat, tools=()), row) == text:
             raise row.error(None, _LEFT_OUT.format("the tools that the row lists"))
+        for what, stand_in in _texts(chat, text):
+            if _STAND_IN not in self._render(stand_in, row):
+                raise row.error(None, _LEFT_OUT.format(what))
 
     def _render(self, chat: Conversation, row: Row, add_generation_prompt: bool = False) -> str:
         try:
@@ -211,8 +214,28 @@ def _trained(chat: Conversation) -> list[int]:
     return [i for i in _answers(chat) if chat.turns[i].train is not False]
 
 
+def _texts(chat: Conversation, printed: str) -> Iterator[tuple[str, Conversation]]:
+    """What a template might leave out, and the conversation with a stand-in in its place.
+
+    An answer is not among it, since its span tells. Of thoughts only the last ones are, with nothing behind them: those
+    of earlier turns some templates leave out on purpose.
+    """
+    roles = [turn.role for turn in chat.turns]
+    for i, turn in enumerate(chat.turns):
+        said = chat.put(i, replace(turn, content=_STAND_IN))
+        if turn.role != "assistant" and (i == roles.index(turn.role) or turn.content.strip() not in printed):
+            yield f"the turns of role '{turn.role}'", said
+        if "tool_calls" in turn.extra and turn.content.strip():
+            yield "what the assistant says beside its tool_calls", said
+    thoughts = [i for i, turn in enumerate(chat.turns) if turn.extra.get("reasoning_content")]
+    for i in thoughts[-1:]:
+        turn = chat.turns[i]
+        thought = replace(turn, extra={**turn.extra, "reasoning_content": _STAND_IN})
+        yield "reasoning_content", chat.first(i + 1).put(i, thought)
+
+
 _LEFT_OUT = (
-    "this chat template does not print {}, so they would be lost; give a chat_template that does, or take them out of "
+    "this chat template does not print {}, so that would be lost; give a chat_template that does, or take it out of "
     "the row"
 )
 _NO_SPANS = (

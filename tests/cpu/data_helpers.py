@@ -59,7 +59,7 @@ QWEN3 = (
     "{{ '\n<tool_response>\n' + m.content + '\n</tool_response>' }}"
     "{% if loop.last or loop.nextitem.role != 'tool' %}{{ '<|im_end|>\n' }}{% endif %}"
     "{% elif m.role == 'assistant' %}{% set parts = m.content.split('</think>') %}{{ '<|im_start|>assistant\n' }}"
-    "{% set thought = parts[0].split('<think>')[-1].strip('\n') if parts | length > 1 else '' %}"
+    "{% set thought = parts[0].split('<think>')[-1].strip('\n') if parts | length > 1 else m.reasoning_content or '' %}"
     "{% if loop.index0 > place.last and (loop.last or thought) %}"
     "{{ '<think>\n' + thought + '\n</think>\n\n' }}{% endif %}"
     "{{ parts[-1].lstrip('\n') }}{% for call in m.tool_calls or [] %}"

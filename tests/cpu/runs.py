@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import random
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -66,6 +69,17 @@ def assert_company_changes_no_bit(folder: Path, model: Path, **top: Any) -> None
     for number, way in enumerate(ways):
         shared = run(folder / str(number), model, [other, subject], **top, **way)
         assert not alone.differences(outcome(shared, "subject")), way
+
+
+@contextmanager
+def files_up_to(size: int) -> Iterator[None]:
+    """A disk on which no file grows beyond ``size`` bytes: a longer one is cut there, with an OSError."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 @dataclass(frozen=True, eq=False)

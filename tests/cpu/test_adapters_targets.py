@@ -72,7 +72,11 @@ BAD = {
         {"target_modules": ["q_proj", "c_attn"]},
         "target_modules: 'c_attn' matches no module; there are q_proj, k_p",
     ),
-    "string": ({"target_modules": "q_proj"}, "target_modules: 'q_proj' matches no module"),
+    "string": ({"target_modules": "q_proj"}, "for the whole name, and a name stands in a list: [q_proj]"),
+    "another word for all": (
+        {"target_modules": "all"},
+        "a string is all-linear or a regular expression for the whole name",
+    ),
     "half a name": ({"target_modules": ["proj"]}, "target_modules: 'proj' matches no module"),
     "layer that is not there": ({"target_modules": ["layers.3.self_attn.q_proj"]}, "matches no module"),
     "pattern": ({"target_modules": r".*\.w1"}, r"target_modules: '.*\\.w1' matches no module"),

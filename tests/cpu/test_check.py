@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import inspect
 import json
+import os
 import re
+from pathlib import Path
 
 import pytest
 
@@ -14,7 +17,7 @@ from mlora.config import AdapterConfig, RunConfig, load_config
 from mlora.engine.check import tokenizer_warnings
 from mlora.engine.schema import config_schema
 from tests.cpu.data_helpers import make_tokenizer
-from tests.cpu.runs import write_rows
+from tests.cpu.runs import files_up_to, write_rows
 from tests.cpu.tiny import save_tiny, tiny_tokenizer
 
 
@@ -83,6 +86,29 @@ def test_check_names_the_fault_of_every_adapter(config, capsys):
     assert "'nothing' matches no module" in errors[1]
 
 
+def test_check_looks_at_all_that_a_run_would_refuse(config, capsys):
+    faults = {
+        "adapters.few.init_from=nowhere": "adapters[few].init_from: ",
+        "adapters.few.dataset.chat_template=nowhere": "adapters[few].dataset.chat_template: ",
+        "adapters.few.dataset={path: few.jsonl, format: text, columns: {prompt: x}}": "[few].dataset.columns.prompt: ",
+        "adapters.few.eval_dataset={path: few.jsonl, format: text, columns: {prompt: x}}": "[few].eval_dataset.columns",
+        "adapters.few.dataset=[{path: few.jsonl, weight: 1e-6}, {path: many.jsonl, weight: 1e6}]": (
+            "adapters[few].dataset: with these weights an epoch has"
+        ),
+        "pipeline.layers=[2, 2]": "pipeline.layers: [2, 2] must be 2 positive numbers that add up to 3",
+        "pipeline.stages=4": "pipeline.stages: 4 stages for a model of 3 layers",
+    }
+    for fault, message in faults.items():
+        assert main(["check", str(config), "--set", fault]) == 2
+        assert message in capsys.readouterr().err
+
+
+def test_a_logger_that_is_not_installed_here_is_a_warning(config, monkeypatch, capsys):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert main(["check", str(config), "--set", "report_to=wandb"]) == 0
+    assert "warning: a run would not start here: report_to: wandb is not installed" in capsys.readouterr().out
+
+
 def test_a_tokenizer_that_loses_characters_is_named():
     assert not any("loses" in warning for warning in tokenizer_warnings(tiny_tokenizer()))
     assert any("pad token is its end" in warning for warning in tokenizer_warnings(tiny_tokenizer()))
@@ -148,8 +174,30 @@ def test_init_writes_a_file_that_loads_and_overwrites_none(tmp_path, model, caps
     assert main(["check", str(output)]) == 0
 
 
+def test_init_names_the_columns_that_are_read_and_paths_as_they_count(tmp_path, model, monkeypatch):
+    row = {"output": "42", "input": "6 * 7", "instruction": "Compute.", "id": 1}
+    (tmp_path / "sums.json").write_text(json.dumps([row]))
+    monkeypatch.chdir(tmp_path)
+    files = ["sums.json", "--base-model", os.path.relpath(model), "--output", "deep/run.yaml"]
+    assert main(["init", *files]) == 0
+    assert "# alpaca: instruction, output, input\n" in Path("deep/run.yaml").read_text()
+    config = load_config("deep/run.yaml")
+    assert config.base_model == str(model.resolve()) and config.adapters[0].dataset.path.exists()
+
+
 def test_init_of_a_file_of_no_known_format_says_what_there_is(tmp_path, capsys):
     (tmp_path / "odd.jsonl").write_text('{"foo": 1}\n')
     assert main(["init", str(tmp_path / "odd.jsonl"), "--output", str(tmp_path / "run.yaml")]) == 2
     assert "odd.jsonl:1: the format cannot be guessed from the columns foo" in capsys.readouterr().err
+    assert main(["init", "org/name", "--output", str(tmp_path / "run.yaml")]) == 2
+    assert "a data set on the hub is written hub: org/name" in capsys.readouterr().err
     assert not (tmp_path / "run.yaml").exists()
+
+
+def test_init_on_a_full_disk_leaves_nothing_that_a_second_one_would_find(tmp_path, capsys):
+    rows = write_rows(tmp_path / "rows.jsonl", 4, 1)
+    command = ["init", str(rows), "--output", str(tmp_path / "run.yaml")]
+    with files_up_to(100):
+        assert main(command) == 2
+    assert "run.yaml: cannot be written" in capsys.readouterr().err
+    assert main(command) == 0

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 
 from mlora import cli
-from mlora.engine.compare import read_curves
+from mlora.engine.compare import differences, read_curves
 from tests.cpu.runs import run, write_rows
 from tests.cpu.tiny import save_tiny
 
@@ -44,6 +45,47 @@ def test_the_table_is_ranked_and_names_what_differs(runs, capsys):
     order = [line.split()[0] for line in lines[1:5]]
     ranks = [{"one/a": "4", "two/a": "8"}.get(name, "16") for name in order]
     assert f"  r: {', '.join(ranks)}" in lines and not any(line.startswith("  seed") for line in lines)
+
+
+def test_the_same_file_by_another_path_is_no_difference(tmp_path, monkeypatch, capsys):
+    model = save_tiny(tmp_path / "model", "llama2")
+    rows = write_rows(tmp_path / "rows.jsonl", 12, seed=1)
+    monkeypatch.chdir(tmp_path)
+    for name, dataset in (("one", str(rows)), ("two", "rows.jsonl")):
+        run(tmp_path / name, model, [{"name": "a", "dataset": dataset, "max_steps": 2, "warmup_steps": 0}])
+    assert cli.main(["compare", "one", "two"]) == 0
+    assert "differs" not in capsys.readouterr().out
+
+
+def test_the_last_step_is_shown_where_it_was_not_logged(tmp_path, capsys):
+    model = save_tiny(tmp_path / "model", "llama2")
+    keys = {"dataset": str(write_rows(tmp_path / "rows.jsonl", 12, seed=1)), "warmup_steps": 0}
+    adapter = {"name": "a", **keys, "max_steps": 9, "logging_steps": 2}
+    run(tmp_path / "one", model, [adapter], lambda report: "end" if report.step == 3 else None)
+    capsys.readouterr()
+    assert cli.main(["compare", str(tmp_path / "one")]) == 0
+    assert capsys.readouterr().out.splitlines()[1].split()[:3] == ["one/a", "ended", "3"]
+
+
+def test_what_only_some_adapters_have_is_named(tmp_path, capsys):
+    model, rows = save_tiny(tmp_path / "model", "llama2"), str(write_rows(tmp_path / "rows.jsonl", 12, seed=1))
+    more = str(write_rows(tmp_path / "more.jsonl", 5, seed=2))
+    keys = {"max_steps": 2, "warmup_steps": 0}
+    adapters = [
+        {"name": "plain", "dataset": rows},
+        {"name": "mixed", "dataset": [{"path": rows, "weight": 1}, {"path": more, "weight": 3}]},
+        {"name": "ranks", "dataset": rows, "rank_pattern": {"down_proj": 4}},
+        {"name": "judged", "dataset": [rows], "eval_dataset": {"path": more}},
+    ]
+    run(tmp_path / "one", model, [adapter | keys for adapter in adapters])
+    curves = read_curves([tmp_path / "one"])
+    assert differences(curves) == {
+        "dataset.path": [rows, str([rows, more]), rows, rows],
+        "dataset.weight": ["None", "[1.0, 3.0]", "None", "None"],
+        "rank_pattern": ["{}", "{}", "{'down_proj': 4}", "{}"],
+        "eval_dataset.path": ["None", "None", "None", more],
+    }
+    assert differences([replace(curves[0], keys={}), curves[1]]) == {}
 
 
 def test_the_picture_is_a_png_of_the_curves(runs, tmp_path, capsys):

@@ -1,6 +1,10 @@
+import bz2
 import codecs
+import gzip
 import json
+import lzma
 import os
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -169,3 +173,20 @@ def test_a_whole_file_with_a_fault_at_its_end_is_not_called_cut_off(tmp_path, te
 def test_lone_surrogates_and_bom_inside_text_pass_through(tmp_path):
     path = write(tmp_path, codecs.BOM_UTF8 + b'{"a": "\\ud83d", "b": "\xef\xbb\xbf"}')
     assert places(path) == [(1, {"a": "\ud83d", "b": "\ufeff"})]
+
+
+@pytest.mark.parametrize(
+    "pack, kind",
+    [(gzip.compress, "packed by gzip"), (bz2.compress, "packed by bzip2"), (lzma.compress, "packed by xz")],
+)
+def test_a_packed_file_is_called_one(tmp_path, pack, kind):
+    path = write(tmp_path, pack(b'{"a": 1}\n'), "rows.jsonl.gz")
+    with pytest.raises(UserError, match=f"rows.jsonl.gz: is {kind}, not rows; unpack it"):
+        places(path)
+
+
+def test_a_workbook_is_called_one(tmp_path):
+    with zipfile.ZipFile(tmp_path / "rows.xlsx", "w") as book:
+        book.writestr("xl/workbook.xml", "<workbook/>")
+    with pytest.raises(UserError, match=r"rows.xlsx: is a ZIP archive or a workbook, not rows; .* save its rows as"):
+        places(tmp_path / "rows.xlsx")

@@ -249,7 +249,9 @@ def test_numbers_that_are_not_finite_are_written_as_text(tmp_path, model, rows, 
 def test_a_run_folder_is_replaced_only_when_asked(tmp_path, model, rows):
     config = _config(model, [_adapter(rows)], tmp_path / "run")
     mlora.train(config)
-    with pytest.raises(mlora.UserError, match=r"holds an earlier run; give another folder, or --overwrite"):
+    with pytest.raises(
+        mlora.UserError, match=r"holds an earlier run; give another folder, or --overwrite \(overwrite=True\)"
+    ):
         mlora.train(config)
     mlora.train(_config(model, [_adapter(rows, "b")], tmp_path / "run"), overwrite=True)
     assert [path.name for path in (tmp_path / "run" / "adapters").iterdir()] == ["b"]

@@ -178,13 +178,13 @@ def test_the_command(llama, capsys):
     ("words", "message"),
     [
         (["--prompt", "x", "--max-new-tokens", "1000"], "more than the 256 positions of the model"),
-        (["--prompt", "x", "--temperature", "-1"], "--temperature -1: give 0 for greedy"),
-        (["--prompt", "x", "--top-p", "0"], "--top-p 0"),
+        (["--prompt", "x", "--temperature", "-1"], "temperature -1: give 0 for greedy"),
+        (["--prompt", "x", "--top-p", "0"], "top_p 0"),
         (["--prompt", "", "--plain"], "the prompt is empty"),
-        (["--prompt", "x", "--plain", "--system", "y"], "--system: only a conversation"),
+        (["--prompt", "x", "--plain", "--system", "y"], "system: only a conversation"),
         (["--prompt", "x", "--base", "/nowhere"], "base_model: '/nowhere' is not a folder"),
         (["--file", "/nowhere"], "/nowhere: cannot be read"),
-        (["--prompt", "x", "--batch-size", "0"], "--batch-size 0"),
+        (["--prompt", "x", "--batch-size", "0"], "batch_size 0"),
     ],
 )
 def test_mistakes_are_told_in_one_line(llama, capsys, words, message):

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import json
+import shutil
+
 import pytest
 import torch
-from peft import PeftModel
+from peft import LoraConfig, PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from mlora import UserError
+from mlora import UserError, cli
 from mlora.config import data_config
 from mlora.engine.evaluate import evaluate
+from mlora.engine.trained import read_trained
 from mlora.engine.use import Models
+from mlora.types import Note
 from tests.cpu.runs import outcome, run, write_rows
 from tests.cpu.tiny import save_tiny
 
@@ -115,3 +120,31 @@ def test_a_run_that_goes_on_takes_its_checkpoint_and_not_the_beginning(first, tm
     results = mlora.train(config, resume="auto")
     assert outcome(results, "two").differences(whole) == []
     assert load_file(tmp_path / "cut/adapters/two/adapter_model.safetensors")
+
+
+def test_what_pefts_file_asks_for_beyond_plain_lora_is_refused_or_told(first, tmp_path, recwarn):
+    folder = tmp_path / "adapter"
+    shutil.copytree(first[0] / "run/adapters/one", folder)
+    fields = json.loads((folder / "adapter_config.json").read_text())
+    LoraConfig(r=4, target_modules=["q_proj"]).save_pretrained(tmp_path / "peft")
+    all_fields = json.loads((tmp_path / "peft/adapter_config.json").read_text()) | fields
+    (folder / "adapter_config.json").write_text(json.dumps(all_fields))
+    read_trained(folder)
+    assert not [one for one in recwarn if issubclass(one.category, Note)]
+    (folder / "adapter_config.json").write_text(json.dumps(fields | {"new_config": {"x": 1}, "old_config": None}))
+    with pytest.warns(Note, match="adapter_config.json: new_config is not known here and is left aside"):
+        read_trained(folder)
+    (folder / "adapter_config.json").write_text(json.dumps(fields | {"kasa_config": {"beta": 1e-4}}))
+    with pytest.raises(UserError, match=r"kasa_config: .* is not supported: KaSA changes the frozen weights"):
+        read_trained(folder)
+
+
+def test_a_runs_folder_where_one_adapter_is_asked_for(first, tmp_path, capsys):
+    for command in (["merge", str(first[0] / "run"), str(tmp_path / "x")],
+                    ["export", str(first[0] / "run"), str(tmp_path / "x"), "--portable"]):  # fmt: skip
+        assert cli.main(command) == 2
+        assert f"run: is a run's folder, and one adapter is asked for; give {first[0]}/run/adapters/one" in (
+            capsys.readouterr().err
+        )
+    with pytest.raises(UserError, match=r"adapters\[two\].init_from: .*run: is a run's folder, and one adapter is"):
+        _second(first, tmp_path / "run", init_from=str(first[0] / "run"))

@@ -88,6 +88,15 @@ def test_no_line_is_wider_than_the_terminal_and_the_dearest_columns_stay(width):
         assert any("1.0000" in line and "51/100" in line for line in lines)
 
 
+@pytest.mark.parametrize(("width", "encoding"), [(36, "utf-8"), (40, "utf-8"), (40, "ascii"), (80, "utf-8")])
+def test_names_that_differ_at_the_end_can_be_told_apart(width, encoding):
+    names = [f"{prefix}-r{r}" for prefix in ("support", "a-long-name-for-tickets-of-all-kinds") for r in (8, 16)]
+    lines = _shown([_adapter(i, name, losses=[4.0]) for i, name in enumerate(names)], width, encoding=encoding)
+    shown = [line.split()[0] for line in lines if "4.0000" in line]
+    assert shown[:2] == names[:2] and len({*shown}) == 4 and [name[-3:] for name in shown[2:]] == ["-r8", "r16"]
+    assert max(map(len, lines)) <= width
+
+
 def test_many_adapters_leave_the_terminal_its_height_and_those_that_matter_are_shown():
     adapters = [_adapter(i, f"a{i}", "ended" if i < 60 else "waiting") for i in range(98)]
     adapters += [_adapter(98, "bad", "failed"), _adapter(99, "good", losses=[1.0])]

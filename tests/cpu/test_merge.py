@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from mlora import UserError, cli
 from mlora.config import data_config
 from mlora.data import open_source, open_tokens
+from mlora.engine import progress
 from mlora.engine.evaluate import evaluate
 from mlora.engine.merge import merge
 from mlora.engine.portable import export_portable
@@ -121,7 +122,7 @@ def test_what_cannot_be_merged_is_told_and_leaves_nothing(trained, tmp_path, cap
     weights = {key: x * 3e4 for key, x in load_file(adapter / "adapter_model.safetensors").items()}
     save_file(weights, tmp_path / "huge" / "adapter_model.safetensors")
     assert cli.main(["merge", str(tmp_path / "huge"), str(tmp_path / "m"), "--dtype", "float16"]) == 2
-    assert "not finite in float16 once merged; give --dtype" in capsys.readouterr().err
+    assert "not finite in float16 once merged; choose dtype" in capsys.readouterr().err
     assert sorted(path.name for path in tmp_path.iterdir()) == ["huge", "other", "taken"]
 
 
@@ -145,6 +146,18 @@ def test_the_command_states_dtype_and_difference(trained, tmp_path, capsys):
     assert cli.main(["merge", str(trained / "adapters" / "rs"), str(tmp_path / "merged")]) == 0
     out = capsys.readouterr().out
     assert "written as float32" in out and "differ by at most" in out
+
+
+def test_a_long_command_says_how_far_it_is(trained, tmp_path, capsys, monkeypatch):
+    adapter, rows = trained / "adapters" / "rs", write_rows(tmp_path / "held-out.jsonl", 5, seed=5)
+    assert cli.main(["merge", str(adapter), str(tmp_path / "short")]) == 0
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr(progress, "_EVERY_S", 0)
+    assert cli.main(["merge", str(adapter), str(tmp_path / "long")]) == 0
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0].startswith("merging: 1 of ") and lines[-1] == "comparing logits: 3 of 3 layers"
+    assert cli.main(["eval", str(adapter), "--with-base", "--file", str(rows)]) == 0
+    assert capsys.readouterr().err.splitlines()[-1] == "evaluating: 10 of 10 rows"
 
 
 def test_the_portable_form_of_rslora_gives_the_same_logits(trained, tmp_path, capsys):

@@ -121,7 +121,7 @@ def test_a_stored_base_is_merged_dequantised(tmp_path, name, capsys):
     tiny_tokenizer().save_pretrained(stored)
     adapter = _run(tmp_path, stored)
     assert cli.main(["merge", str(adapter), str(tmp_path / "refused")]) == 2
-    assert "or --dequantised to merge into what they stand for" in capsys.readouterr().err
+    assert "or --dequantised (dequantised=True) to merge into what they stand for" in capsys.readouterr().err
     assert cli.main(["merge", str(adapter), str(tmp_path / "merged"), "--dequantised"]) == 0
     out = capsys.readouterr().out
     assert "21 modules merged into the dequantised weights, written as float32" in out

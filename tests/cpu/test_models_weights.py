@@ -311,7 +311,7 @@ def test_base_model_that_cannot_be_fetched(error: Exception, words: str, monkeyp
 
 
 def test_base_model_that_is_no_hub_id_and_a_file(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="cannot be a hub id"):
+    with pytest.raises(UserError, match="cannot be a hub id; check the path, which counts from the configuration"):
         resolve_base_model(str(tmp_path / "absent"))
     (tmp_path / "model.gguf").touch()
     with pytest.raises(UserError, match="is a file"):

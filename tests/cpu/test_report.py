@@ -20,7 +20,7 @@ from mlora import cli, parse_config
 from mlora.engine import leader
 from mlora.engine.output import take_output
 from mlora.engine.report import write_report
-from tests.cpu.runs import run, write_rows
+from tests.cpu.runs import files_up_to, run, write_rows
 from tests.cpu.tiny import save_tiny
 
 CHROMIUM = shutil.which("chromium")
@@ -84,7 +84,8 @@ def test_what_stands_in_it_is_the_runs(trained):
     assert found["state"] == "ended" and found["step"] == "6/6"
     assert (found["first loss"], found["last loss"]) == (f"{reports[0].loss:.4f}", f"{reports[-1].loss:.4f}")
     assert found["best loss"] == f"{best.loss:.4f} @{best.step}"
-    assert found["held-out loss"] == f"{results.adapters['good'].evaluations[-1].loss:.4f}"
+    held_out = min(results.adapters["good"].evaluations, key=lambda evaluation: evaluation.loss)
+    assert found["best held-out"] == f"{held_out.loss:.4f} @{held_out.step}"
     assert found["tokens"] == f"{reports[-1].num_tokens:,}" and good[-1] == "exported to adapters/good"
     assert bad[1] == "failed" and bad[-1] == results.adapters["bad"].reason
     data = dict(zip(page.tables["Data"][0], page.tables["Data"][1], strict=True))
@@ -147,9 +148,17 @@ def test_another_place_and_mistakes(trained, tmp_path, capsys):
     assert cli.main(["report", str(run_dir), "--output", str(tmp_path / "page.html")]) == 0
     assert (tmp_path / "page.png").exists() and (run_dir / "report.html").stat().st_mtime_ns == before
     assert cli.main(["report", str(tmp_path)]) == 2
-    assert "holds no run" in capsys.readouterr().err
+    assert "holds no run: status.json cannot be read: No such file or directory; give a run's folder" in (
+        capsys.readouterr().err
+    )
     assert cli.main(["report", str(run_dir), "--output", "/proc/page.html"]) == 2
     assert "mlora: /proc/page.png: cannot be written" in capsys.readouterr().err
+
+
+def test_a_disk_that_takes_a_part_is_left_without_it(trained, tmp_path, capsys):
+    with files_up_to(10_000):
+        assert cli.main(["report", str(trained[0]), "--output", str(tmp_path / "page.html")]) == 2
+    assert "page.png: cannot be written" in capsys.readouterr().err and not [*tmp_path.iterdir()]
 
 
 def test_a_report_that_cannot_be_made_costs_nothing_else(trained, tmp_path, monkeypatch, capsys):

@@ -45,12 +45,15 @@ def alone(tree, tmp_path_factory):
 
 
 def started(path: Path, code: str = "") -> subprocess.Popen[str]:
-    """``mlora train PATH`` behind some code of ours; a background shell may have left SIGINT ignored."""
-    script = (
-        f"{textwrap.dedent(code)}\nimport sys\nfrom mlora.cli import main\nsys.exit(main(['train', {str(path)!r}]))"
-    )
+    """``mlora train PATH`` behind some code of ours."""
+    return command(["train", str(path)], code)
+
+
+def command(words: list[str], code: str) -> subprocess.Popen[str]:
+    """``mlora`` behind some code of ours; a background shell may have left SIGINT ignored."""
+    script = f"{textwrap.dedent(code)}\nimport sys\nfrom mlora.cli import main\nsys.exit(main(sys.argv[1:]))"
     return subprocess.Popen(
-        [sys.executable, "-u", "-c", script],
+        [sys.executable, "-u", "-c", script, *words],
         env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -191,3 +194,32 @@ def test_what_is_passed_on_is_not_a_second_signal(tmp_path, tree):
     _, err = process.communicate(timeout=30)
     assert process.returncode == 128 + signal.SIGTERM
     assert err.splitlines()[-1] == "mlora: interrupted; --resume auto goes on from the checkpoints"
+
+
+SLOW = """
+import time
+from mlora.engine.merge import _Source
+tensor, calls = _Source.tensor, []
+def slow(self, name):
+    calls.append(name)
+    if len(calls) > {fast}:
+        print("slow", flush=True)
+        time.sleep(0.2)
+    return tensor(self, name)
+_Source.tensor = slow
+"""
+
+
+@pytest.mark.parametrize(("number", "fast"), [(signal.SIGTERM, 3), (signal.SIGINT, 35)])
+def test_a_merge_that_is_ended_leaves_nothing(tmp_path, tree, number, fast):
+    """While it writes its 30 tensors, and while it compares logits."""
+    small = [tree["adapters"][0] | {"max_steps": 2}]
+    mlora.train(tree | {"output_dir": str(tmp_path / "run"), "adapters": small})
+    words = ["merge", str(tmp_path / "run/adapters/a"), str(tmp_path / "out/merged")]
+    process = command(words, SLOW.format(fast=fast))
+    wait_for(process, "slow")
+    assert len(list((tmp_path / "out").iterdir())) == 1
+    process.send_signal(number)
+    _, err = process.communicate(timeout=10)
+    assert process.returncode == 128 + number and err.splitlines() == ["mlora: interrupted"]
+    assert list((tmp_path / "out").iterdir()) == []

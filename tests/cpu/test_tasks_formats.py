@@ -71,6 +71,11 @@ def chatml(*turns):
         ({"messages": [{"role": "human", "content": "q"}, {"role": "model", "content": "a"},
                        {"role": "user", "content": "r"}, {"role": "bot", "content": "b"}]},
          [("user", "q"), ("assistant", "a"), ("user", "r"), ("assistant", "b")]),
+        ({"system": "s", "messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]},
+         [("system", "s"), ("user", "q"), ("assistant", "a")]),
+        ({"system": "t", "messages": [{"role": "system", "content": "s"}, {"role": "user", "content": "q"},
+                                      {"role": "assistant", "content": "a"}]},
+         [("system", "s"), ("user", "q"), ("assistant", "a")]),
     ],
 )  # fmt: skip
 def test_conversations_in_a_template(columns, turns):
@@ -169,12 +174,29 @@ def turn(**keys):
         ("sharegpt", {"conversations": [{"from": "function_call", "value": "[]"}]}, "expected a call as JSON"),
         ("messages", turn(role=1, content="a"), "'messages[1].role': expected text, found a number"),
         ("sharegpt", {"conversations": [{"from": "narrator", "value": "a"}]}, "'conversations[0].from': unknown role"),
-        ("sharegpt", {"conversations": [{"role": "user", "content": "a"}]}, "'from' is missing; it has role, content"),
+        (
+            "sharegpt",
+            {"conversations": [{"role": "user", "content": "a"}]},
+            "it has role, content; turns of role and content are read with columns: {messages: conversations}",
+        ),
+        (
+            "messages",
+            {"messages": [{"from": "human", "value": "a"}]},
+            "it has from, value; turns of from and value are read with columns: {conversations: messages}",
+        ),
+        ("text", {"text": b"a"}, "column 'text': expected text, found bytes"),
     ],
 )
 def test_faults_name_file_line_and_column(form, columns, message):
     text = fault(columns, format=form)
     assert text.startswith("rows.jsonl:7, column ") and message in text
+
+
+def test_what_the_error_for_the_other_kind_of_turns_says_works():
+    turns = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
+    task = make_task(make_tokenizer(CHATML), columns={"messages": "conversations"})
+    expected = encode_one(make_task(make_tokenizer(CHATML)), messages=turns)
+    assert encode_one(task, conversations=turns) == expected
 
 
 def test_faults_name_the_column_of_the_file():
@@ -207,6 +229,7 @@ def test_an_empty_row_is_called_empty():
 def test_a_format_that_cannot_be_guessed_lists_what_was_seen():
     text = fault({"ID": 0, "input": "a", "output": "b"})
     assert "rows.jsonl:7: the format cannot be guessed from the columns ID, input, output" in text
+    assert "give columns or format inside dataset, such as columns: {prompt: ID, completion: input} (" in text
     assert "prompt_completion: prompt, completion" in text
     assert "setting columns names prompt" in fault({"a": "b"}, columns={"prompt": "a"})
 

@@ -432,6 +432,14 @@ def test_sharegpts_calls_and_observations_are_openais_calls_and_tool_turns():
     assert encode_one(task, conversations=system, system="be brief") == encode_one(task, conversations=system)
 
 
+SYSTEM = {"role": "system", "content": "be kind"}
+ONLY_TWO = (
+    "{% for m in messages %}{% if m.role in ('user', 'assistant') %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>"
+    "{% endif %}{% endfor %}"
+)
+ONLY_FIRST = ONLY_TWO.replace("{% if m.role", "{% if loop.first or m.role")
+
+
 @pytest.mark.parametrize(
     "template, columns, left_out",
     [
@@ -439,12 +447,30 @@ def test_sharegpts_calls_and_observations_are_openais_calls_and_tool_turns():
         (CHATML, {"messages": TOOL_CHAT[4:], "tools": TOOLS}, "the tools that the row lists"),
         (CHATML.replace("{{ '<|im_start|>'", "{% if m.role == 'tool' %}{% continue %}{% endif %}{{ '<|im_start|>'", 1),
          {"messages": [TOOL_CHAT[0], TOOL_CHAT[3], TOOL_CHAT[2], TOOL_CHAT[5]]}, "the turns of role 'tool'"),
+        (ONLY_TWO, {"messages": [SYSTEM, *chat("q", "a")]}, "the turns of role 'system'"),
+        (ONLY_TWO.replace("'user'", "'human'"), {"messages": chat("the cat", "a")}, "the turns of role 'user'"),
+        (ONLY_FIRST, {"messages": [SYSTEM, *chat("q", "a"), SYSTEM | {"content": "be brief"}, *chat("r", "b")]},
+         "the turns of role 'system'"),
+        (LLAMA31, {"messages": [TOOL_CHAT[0], TOOL_CHAT[1] | {"content": "let me see"}]},
+         "what the assistant says beside its tool_calls"),
+        (CHATML, {"messages": [TOOL_CHAT[0], {"role": "assistant", "content": "3", "reasoning_content": "hm"}]},
+         "reasoning_content"),
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("train_on", ["completions", "all"])
 def test_what_a_template_would_leave_out_is_an_error(template, columns, left_out, train_on):
     with pytest.raises(UserError, match=f"rows.jsonl:7: this chat template does not print {left_out}"):
         make_task(make_tokenizer(template), train_on=train_on).encode([make_row(**columns)])
+
+
+@pytest.mark.parametrize("behind", [[], [{"role": "user", "content": "the dog"}]])
+def test_thoughts_of_earlier_turns_may_be_left_out(behind):
+    messages = chat("q", "a cat", "r", "a dog")
+    for message, thought in zip(messages[1::2], ("hm", "so"), strict=True):
+        message["reasoning_content"] = thought
+    tokenizer = make_tokenizer(QWEN3)
+    trained = spans(tokenizer, encode_one(make_task(tokenizer), messages=[*messages, *behind]))
+    assert trained == ["a cat<|im_end|>", "a dog<|im_end|>" if behind else "<think>\nso\n</think>\n\na dog<|im_end|>"]
 
 
 def flagged(key, *values):

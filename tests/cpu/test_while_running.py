@@ -289,26 +289,65 @@ def test_status_of_a_run_that_ended_and_of_one_that_crashed(tmp_path, model, ada
         read_status(tmp_path)
 
 
-def test_an_added_adapter_whose_data_are_gone_does_not_keep_the_run_from_going_on(tmp_path, model, adapters):
-    """It had no checkpoint yet, and no file of the user's names it."""
-    folder, rows = tmp_path / "run", tmp_path / "rows.jsonl"
-    shutil.copy(adapters[1]["dataset"], rows)
-    (tmp_path / "b.yaml").write_text(json.dumps({"adapters": [adapters[1] | {"dataset": str(rows)}]}))
+def crashed_with_an_added_one(folder, file, model, adapters, **top):
+    """A run of an endless a that has ended right behind taking what is in ``file``, before its first checkpoint."""
 
     def on_step(report):
         if report.step == 1:
-            leave_adapters(folder, tmp_path / "b.yaml")
-        if (folder / "added/b.json").exists():
+            leave_adapters(folder, file)
+        if list((folder / "added").iterdir()):
             raise RuntimeError("crash")
         time.sleep(0.01)
 
     endless = [adapters[0] | {"max_steps": ENDLESS, "lr_scheduler_type": "constant"}]
     with pytest.raises(RuntimeError, match="crash"):
-        mlora.train(config(model, endless, folder), on_step=on_step)
+        mlora.train(config(model, endless, folder, **top), on_step=on_step)
+    return endless
+
+
+def test_an_added_adapter_whose_data_are_gone_does_not_keep_the_run_from_going_on(tmp_path, model, adapters):
+    """It had no checkpoint yet, and no file of the user's names it."""
+    folder, rows = tmp_path / "run", tmp_path / "rows.jsonl"
+    shutil.copy(adapters[1]["dataset"], rows)
+    (tmp_path / "b.yaml").write_text(json.dumps({"adapters": [adapters[1] | {"dataset": str(rows)}]}))
+    endless = crashed_with_an_added_one(folder, tmp_path / "b.yaml", model, adapters)
     rows.unlink()
     results = mlora.train(config(model, endless, folder), resume="auto", on_step=lambda report: "end")
     assert results.failed == ("b",) and "rows.jsonl: cannot be read" in results.adapters["b"].reason
     assert results.adapters["a"].state == "ended"
+
+
+def test_an_added_adapter_whose_beginning_is_gone_is_parked_alone(tmp_path, model, adapters, capsys):
+    folder, first = tmp_path / "run", tmp_path / "first"
+    mlora.train(config(model, adapters[2:], first))
+    (tmp_path / "b.yaml").write_text(json.dumps({"adapters": [adapters[1] | {"init_from": str(first / "adapters/c")}]}))
+    endless = crashed_with_an_added_one(folder, tmp_path / "b.yaml", model, adapters)
+    (first / "adapters/c").rename(tmp_path / "c")
+    results = mlora.train(config(model, endless, folder), resume="auto", on_step=lambda report: "end")
+    assert results.failed == ("b",) and results.adapters["a"].state == "ended"
+    assert "init_from: " in results.adapters["b"].reason and "cannot be read" in results.adapters["b"].reason
+    assert f"to leave it out from now on delete {folder / 'added/b.json'}" in capsys.readouterr().out
+    (tmp_path / "c").rename(first / "adapters/c")
+    results = mlora.train(config(model, endless, folder), resume="auto")
+    assert results.adapters["b"].state == "ended", "it is tried again"
+
+
+def test_what_was_added_to_another_run_goes_on_with_it(tmp_path, model, adapters):
+    folder, other = tmp_path / "run", tmp_path / "other"
+    (tmp_path / "b.yaml").write_text(json.dumps({"adapters": adapters[1:2]}))
+    endless = crashed_with_an_added_one(folder, tmp_path / "b.yaml", model, adapters, save_steps=1)
+
+    def crash(report):
+        if (report.adapter, report.step) in (("b", 3), ("a", 500)):
+            raise RuntimeError(f"crash of {report.adapter}")
+
+    with pytest.raises(RuntimeError, match="crash of b"):
+        mlora.train(config(model, endless, other, save_steps=2), resume=folder, on_step=crash)
+    ended = mlora.train(
+        config(model, endless, other), resume="auto", on_step=lambda r: "end" if r.adapter == "a" else None
+    )
+    alone = mlora.train(config(model, adapters[1:2], tmp_path / "alone"))
+    assert not outcome(alone, "b").differences(outcome(ended, "b"))
 
 
 def test_what_was_left_just_before_a_signal_is_taken_when_the_run_goes_on(tmp_path, model, adapters, monkeypatch):

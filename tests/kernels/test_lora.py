@@ -67,3 +67,29 @@ def test_rows_of_nobody_stay_as_they_are(case):
     products = lora.shrink(x, bank, routing)
     lora.expand(y, LoraTerm(products=products, bank=bank, routing=routing, through="B", pending=True))
     assert bool((y[tokens:] == 7).all()) and not bool((y[:tokens] == 7).all())
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_pieces_with_programs_of_their_own_give_the_same_bits(dtype, monkeypatch):
+    """Samples of several pieces, in a program that walks an adapter's and in one for each piece."""
+    monkeypatch.setattr("mlora.ops.routing.PIECE", 96)
+    monkeypatch.setattr(lora, "PIECE", 96)
+    widths, in_width, skip = SHAPES["qkv"]
+    generator = torch.Generator().manual_seed(1)
+    x, dy = (torch.randn(routing_of().rows, n, generator=generator).to(DEVICE, dtype) for n in (in_width, sum(widths)))
+    found = []
+    for enough in (0, 1_000_000):
+        monkeypatch.setattr(lora, "ENOUGH_PROGRAMS", enough)
+        bank, routing = bank_of(widths, in_width, dtype, skip=skip), routing_of()
+        ds = lora.backward_b(dy, lora.shrink(x, bank, routing), bank, routing)
+        lora.accumulate_a(ds, x, bank, routing)
+        found.append(gradients(bank) | {"ds": ds[: sum(routing.sample_lengths)].cpu()})
+    walked, apart = found
+    for name, value in walked.items():
+        assert torch.equal(value, apart[name]), name
+    reference = to_float32(bank_of(widths, in_width, dtype, skip=skip))
+    _, term = batch_lora.forward(x.cpu().float(), torch.zeros(sum(widths), in_width), None, reference, routing)
+    _, dterm = batch_lora.backward(dy.cpu().float(), torch.zeros(sum(widths), in_width), term)
+    batch_lora.accumulate_a(x.cpu().float(), dterm)
+    for name, value in gradients(reference).items():
+        assert_close(apart[name], value, dtype)

@@ -153,9 +153,6 @@ def abort_wakes_a_waiting_receive(transport: Transport, device):
     started = time.monotonic()
     with pytest.raises(TransportError):
         pending.wait()
-        if torch.device(device).type == "cuda":
-            torch.cuda.synchronize()  # on a GPU the stream waits, and an abort lets it go on with any bits
-            transport.receive(direction, [])
     assert time.monotonic() - started < 5
     with pytest.raises(TransportError):
         transport.send(Direction(-direction), [torch.zeros(1, device=device)])

@@ -62,6 +62,13 @@ MUTANTS = (
     (2, "kernel_mask_by_row", KERNELS),
     (2, "kernel_sum_begins_with_what_it_is_added_to", "tests/cpu/test_kernel_forms.py"),
     (2, "kernel_ignores_the_tables_slot", "tests/kernels/test_lora.py"),
+    (
+        2,
+        "kernel_sum_goes_on_over_the_pieces",
+        "tests/kernels/test_lora.py::test_pieces_with_programs_of_their_own_give_the_same_bits",
+    ),
+    (3, "messages_in_the_order_of_waiting", "tests/multiproc/test_nccl_link.py"),
+    (3, "message_leaves_uncalled", "tests/multiproc/test_nccl_link.py"),
     (1, "float16_scale_stays_in_the_step", "tests/cpu/test_float16.py"),
     (3, "norm_of_the_first_stage_only", STAGES),
     (3, "decision_of_the_first_stage_only", STAGES),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import ast
 import dataclasses
 import re
 import subprocess
@@ -158,6 +159,7 @@ def test_a_mistake_in_an_adapter_is_named(keys, message):
 TOP_BAD = {
     "unknown key": ({"microbatch_token": 1}, "microbatch_token: unknown key; did you mean 'microbatch_tokens'?"),
     "no adapters": ({"adapters": []}, "adapters: the list is empty"),
+    "adapters missing": ({"adapters": None}, "adapters: missing; write a block for each adapter, such as"),
     "adapters a block": ({"adapters": {"name": "a"}}, "adapters: expected a list of adapters, found a block"),
     "an adapter as text": ({"adapters": ["a"]}, "adapters[0]: expected a block with name and dataset, found text"),
     "cap 0": ({"microbatch_tokens": 0}, "microbatch_tokens: 0 is not a positive number"),
@@ -196,6 +198,15 @@ WANTED = {  # what one would write to ask for it
     "lora_bias": True,
     "loftq_config": {"loftq_bits": 4},
     "alora_invocation_tokens": [1],
+    "velora_config": {"num_groups": 4},
+    "kasa_config": {"beta": 1e-4},
+    "monteclora_config": {"num_samples": 2},
+    "arrow_config": {"top_k": 2},
+    "eva_config": {"rho": 2.0},
+    "corda_config": {"corda_method": "ipm"},
+    "lora_ga_config": {"stable_gamma": 16},
+    "megatron_config": {"tensor_model_parallel_size": 2},
+    "layers_pattern": "h",
     "task_type": "SEQ_CLS",
     "peft_type": "IA3",
 }
@@ -344,13 +355,13 @@ def test_the_last_override_counts(file):
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("r", "--set r: expected KEY=VALUE"),
-        ("=3", "--set =3: expected KEY=VALUE"),
-        ("adapters.none.r=8", "--set adapters.none.r=8: there is no adapter of that name"),
-        ("adapters.sql=8", "--set adapters.sql=8: adapters is not a block"),
-        ("base_model.x.y=8", "--set base_model.x.y=8: x is not inside a block"),
-        ("base_model.x=8", "--set base_model.x=8: base_model is not a block"),
-        ("defaults.r=[1", "--set defaults.r=[1: the value is not valid YAML"),
+        ("r", "override r: expected KEY=VALUE"),
+        ("=3", "override =3: expected KEY=VALUE"),
+        ("adapters.none.r=8", "override adapters.none.r=8: there is no adapter of that name"),
+        ("adapters.sql=8", "override adapters.sql=8: adapters is not a block"),
+        ("base_model.x.y=8", "override base_model.x.y=8: x is not inside a block"),
+        ("base_model.x=8", "override base_model.x=8: base_model is not a block"),
+        ("defaults.r=[1", "override defaults.r=[1: the value is not valid YAML"),
         ("defaults.rank=1", "defaults.rank: unknown key"),
     ],
 )
@@ -364,7 +375,7 @@ def test_a_mistake_in_an_override_is_named(file, override, message):
     [
         ("a: [", "run.yaml: not valid YAML"),
         ("", "run.yaml: expected keys such as base_model and adapters, found nothing"),
-        ("- a", "found a list"),
+        ("- a", "found a list; if these are data: mlora init .*run.yaml writes a configuration for it"),
         (b"\xff\xfe\xfa", "run.yaml: not valid YAML"),
     ],
 )
@@ -373,6 +384,13 @@ def test_a_damaged_file_is_named(file, text, message):
     with pytest.raises(UserError, match=message) as caught:
         load_config(file)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "csv", "parquet"])
+def test_a_file_of_data_is_called_one(tmp_path, suffix):
+    file = tmp_path / f"rows.{suffix}"
+    with pytest.raises(UserError, match=f"is a file of data and not a configuration; mlora init {file} writes"):
+        load_config(file)
 
 
 def test_a_missing_file_is_named(tmp_path):
@@ -402,6 +420,13 @@ def test_adding_a_key_is_a_decision():
     )
 
 
+def test_a_key_given_as_an_option_is_told_where_it_goes(capsys):
+    for words, told in ((["train", "run.yaml", "--r", "8"], True), (["status", "run", "--r", "8"], False)):
+        with pytest.raises(SystemExit):
+            cli.main(words)
+        assert ("a key of the file is changed with --set" in capsys.readouterr().err) is told
+
+
 def test_adding_a_flag_is_a_decision():
     parser = cli._parser()
     (commands,) = (action for action in parser._actions if isinstance(action, argparse._SubParsersAction))
@@ -429,6 +454,32 @@ def test_adding_a_flag_is_a_decision():
         "report": "-h --help run_dir --output",
         "env": "-h --help",
     }
+
+
+OF_COMMANDS_ALONE = ("cli.py", "engine/inbox.py", "engine/starter.py")
+
+
+def _named_options(path):
+    """Each option in the texts of a module that is not a docstring, with what stands behind it."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    docs = {ast.get_docstring(n, clean=False) for n in ast.walk(tree) if isinstance(n, ast.Module | ast.FunctionDef)}
+    texts = (node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str))
+    for text in texts:
+        if text not in docs:
+            yield from re.findall(r"(?<!\S)--(overwrite|resume|allow|base|dtype|dequ|set|max-n)([\w-]*)(.*)", text)
+
+
+def test_a_message_that_python_sees_names_the_argument_too():
+    named = [
+        option
+        for path in (ROOT / "mlora").rglob("*.py")
+        if path.relative_to(ROOT / "mlora").as_posix() not in OF_COMMANDS_ALONE
+        for option in _named_options(path)
+    ]
+    assert len(named) > 5
+    for begin, end, behind in named:
+        argument = f"{begin}{end}".replace("-", "_")
+        assert re.match(rf"( \w+)? \({argument}=", behind), f"--{begin}{end}{behind}"
 
 
 def test_the_table_of_keys_has_every_one_with_its_default():

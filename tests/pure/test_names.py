@@ -82,6 +82,13 @@ def test_an_adapters_key_under_another_name(key, value, name, expected):
     assert getattr(read(top={"defaults": {key: value}})[0].adapters[0], name) == expected
 
 
+@pytest.mark.parametrize("key", ["resume_from_checkpoint", "wandb_project", "special_tokens", "local_rank", "debug"])
+def test_an_empty_key_of_another_program_asks_for_nothing(key):
+    for config, notes in (read(**{key: None}), read(top={key: None})):
+        assert config == read()[0] and len(notes) == 1
+        assert notes[0].endswith(f"{key}: has no effect: it asks for nothing")
+
+
 def test_another_word_for_a_value():
     config, notes = read(optim="adamw_torch_fused")
     assert config.adapters[0].optim == "adamw_torch"
@@ -169,6 +176,8 @@ def test_a_choice_of_other_programs_that_is_none_here(key):
         (lambda: message(chat_template="x"), "adapters[a].chat_template: belongs to the data: write chat_tem"),
         (lambda: message(max_samples=3), "adapters[a].max_samples: belongs to the data: write max_samples"),
         (lambda: message(gradient_checkpointing=True), "belongs to the run: write recompute at the top of the file"),
+        (lambda: message(bf16=True), "adapters[a].bf16: belongs to the run: write dtype at the top of the file"),
+        (lambda: message(wandb_project="x"), "adapters[a].wandb_project: unknown key; set WANDB_PROJECT in the"),
         (lambda: message(output_dir="x"), "adapters[a].output_dir: belongs to the run: write output_dir at the top"),
         (lambda: message(top={"learning_rate": 1}), "learning_rate: belongs to an adapter: write learning_rate under"),
         (lambda: message(top={"lora_r": 1}), "lora_r: belongs to an adapter: write r under defaults"),
@@ -207,7 +216,8 @@ def test_a_mistake_in_the_sources_is_named(dataset, expected):
 def test_plain_data_of_a_mixture_can_be_read_again():
     dataset = [{"path": "x.csv", "weight": 2, "columns": {"text": "t"}}, {"hub": "o/n", "split": "test", "weight": 1}]
     (adapter,) = read(dataset=dataset)[0].adapters
-    assert read(dataset=adapter.plain()["dataset"])[0].adapters == (adapter,)
+    (again,) = read(dataset=adapter.plain()["dataset"])[0].adapters
+    assert again.plain() == adapter.plain() and again.sources[0].path.is_absolute()
     assert [source.weight for source in adapter.sources] == [2, 1]
 
 

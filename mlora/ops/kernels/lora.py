@@ -5,6 +5,10 @@ Letters: T packed rows, N rows of one tile, K columns of one tile, R ranks of on
 Parameters are found through a table of addresses, int64 [slots, modules, FIELDS]; rows through the tables of
 mlora.ops.routing. Tile sizes decide the order of sums, so they are constants and depend on nothing that other adapters bring: an
 adapter's ranks are always taken 16 at a time.
+
+A gradient is a sum over pieces, at most PIECE rows of one sample: each piece's own sum begins at zero and is then added to
+the accumulator, in the order of the rows. Where many adapters keep the device busy one program walks all pieces of one;
+where few do, every piece has a program, and another kernel adds their sums up. The bits are the same.
 """
 
 from __future__ import annotations
@@ -18,7 +22,7 @@ import triton.language as tl
 from mlora.ops.batch_lora import LinearBank, LoraTerm
 from mlora.ops.kernels import UNFUSED
 from mlora.ops.random import ROUNDS
-from mlora.ops.routing import NARROW_TILE, ROW_TILE, Routing
+from mlora.ops.routing import NARROW_TILE, PIECE, ROW_TILE, Routing
 
 FIELDS = tl.constexpr(12)  # A, B, grad A, grad B as addresses, then these
 A, B, GRAD_A, GRAD_B = (tl.constexpr(i) for i in range(4))
@@ -29,7 +33,9 @@ _SHRINK = {"column_tile": 256, "num_warps": 4, "num_stages": 3} | UNFUSED
 _BACKWARD_B = {"row_tile": 64, "column_tile": 256, "num_warps": 8, "num_stages": 3} | UNFUSED
 _SUM_PARTS = {"num_warps": 1} | UNFUSED
 _OUTER = {"row_tile": 64, "column_tile": 128, "num_warps": 4, "num_stages": 4} | UNFUSED
+_ADD_SUMS = {"column_tile": 256, "num_warps": 4} | UNFUSED
 _EXPAND = {"column_tile": 64, "num_warps": 4} | UNFUSED
+ENOUGH_PROGRAMS = 256  # they keep a large device busy
 
 
 def shrink(x: torch.Tensor, bank: LinearBank, routing: Routing) -> torch.Tensor:
@@ -63,23 +69,29 @@ def backward_b(dy: torch.Tensor, s: torch.Tensor, bank: LinearBank, routing: Rou
         cap, modules, table = s.shape[1] // bank.modules, bank.modules, bank.table(dy.device)
         tiles = triton.cdiv(bank.widest, _BACKWARD_B["column_tile"])
         parts = torch.empty(tiles, dy.shape[0], modules * 16, dtype=torch.float32, device=dy.device)
+        sums = _sums(routing, tiles * modules, modules * 16, bank.widest, dy.device)
         for first_rank in range(0, bank.rank_cap, 16):
-            _backward_b_kernel[(tiles, len(routing.spans), modules)](
+            _backward_b_kernel[(tiles, _walkers(routing, sums), modules)](
                 s,
                 dy,
                 parts,
+                sums,
                 table,
                 routing.spans,
-                routing.samples,
-                routing.samples.shape[1],
+                routing.pieces,
                 dy.stride(0),
                 dy.shape[0],
                 cap,
                 first_rank,
+                bank.widest,
+                split=sums is not None,
                 modules=modules,
                 aligned=bank.aligned,
+                piece=PIECE,
                 **_staged(_BACKWARD_B, dy, ROW_TILE + 16),
             )
+            if sums is not None:
+                _add_sums(sums, bank, routing, GRAD_B, WIDTH, first_rank)
             _sum_parts_kernel[(len(routing.narrow_tiles), modules)](
                 parts,
                 out,
@@ -101,19 +113,57 @@ def accumulate_a(ds: torch.Tensor, x: torch.Tensor, bank: LinearBank, routing: R
     if not bank.groups:
         return
     cap, width = ds.shape[1] // bank.modules, x.shape[1]
-    _outer_kernel[(triton.cdiv(width, _OUTER["column_tile"]), len(routing.spans), cap // 16)](
+    tiles, blocks = triton.cdiv(width, _OUTER["column_tile"]), cap // 16
+    sums = _sums(routing, tiles * blocks, bank.modules * cap, width, x.device)
+    _outer_kernel[(tiles, _walkers(routing, sums), blocks)](
         ds,
         x,
+        sums,
         bank.table(x.device),
         routing.spans,
-        routing.samples,
-        routing.samples.shape[1],
+        routing.pieces,
         x.stride(0),
         cap,
+        split=sums is not None,
         dropout=bank.has_dropout,
         modules=bank.modules,
         aligned=bank.aligned,
+        piece=PIECE,
         **_staged(_OUTER, x, 2 * ROW_TILE),
+    )
+    if sums is not None:
+        _add_sums(sums, bank, routing, GRAD_A, IN_WIDTH, 0)
+
+
+def _sums(routing: Routing, programs: int, ranks: int, columns: int, device: torch.device) -> torch.Tensor | None:
+    """Memory for the pieces' own sums, [pieces, ranks, columns], where programs that walk all of an adapter's are too few."""
+    if programs * len(routing.segments) >= ENOUGH_PROGRAMS:
+        return None
+    return torch.empty(len(routing.pieces), ranks, columns, dtype=torch.float32, device=device)
+
+
+def _walkers(routing: Routing, sums: torch.Tensor | None) -> int:
+    return len(routing.spans if sums is None else routing.pieces)
+
+
+def _add_sums(
+    sums: torch.Tensor, bank: LinearBank, routing: Routing, grad: tl.constexpr, width: tl.constexpr, first_rank: int
+) -> None:
+    """Adds the sums of all pieces to the gradients, from ``first_rank`` on, an adapter's in their order."""
+    blocks = sums.shape[1] // (16 * bank.modules)
+    tiles = triton.cdiv(sums.shape[2], _ADD_SUMS["column_tile"])
+    _add_sums_kernel[(tiles, len(routing.spans), bank.modules * blocks)](
+        sums,
+        bank.table(sums.device),
+        routing.spans,
+        sums.shape[1],
+        sums.shape[2],
+        first_rank,
+        blocks,
+        grad=grad.value,
+        width=width.value,
+        modules=bank.modules,
+        **_ADD_SUMS,
     )
 
 
@@ -427,13 +477,25 @@ def _shrink_all(
 
 
 @triton.jit
+def _walk(spans, pieces, index, split: tl.constexpr):
+    """Slot, first piece and the one behind the last of a program: of a whole span, or a single piece."""
+    if split:
+        left = tl.load(pieces + 8 * index + 2)
+        slot = tl.where(left > 0, tl.load(pieces + 8 * index), -1)
+        return slot, index, index + 1
+    else:
+        begin = tl.load(spans + 3 * index + 1)
+        return tl.load(spans + 3 * index), begin, begin + tl.load(spans + 3 * index + 2)
+
+
+@triton.jit
 def _backward_b_kernel(
-    s, dy, parts, table, spans, samples, capacity, stride, rows, cap, first_rank,
-    modules: tl.constexpr, aligned: tl.constexpr, row_tile: tl.constexpr, column_tile: tl.constexpr,
+    s, dy, parts, sums, table, spans, pieces, stride, rows, cap, first_rank, columns,
+    split: tl.constexpr, modules: tl.constexpr, aligned: tl.constexpr, piece: tl.constexpr,
+    row_tile: tl.constexpr, column_tile: tl.constexpr,
 ):
-    """One program walks all rows of one adapter, sample by sample, for 16 ranks and a tile of one module's columns."""
-    span = spans + 3 * tl.program_id(1)
-    slot = tl.load(span)
+    """One program walks its pieces for 16 ranks and a tile of one module's columns."""
+    slot, begin, end = _walk(spans, pieces, tl.program_id(1), split)
     if slot < 0:
         return
     module = tl.program_id(2)
@@ -443,8 +505,6 @@ def _backward_b_kernel(
     rank = tl.load(entry + RANK).to(tl.int32)
     if (k >= width) | (first_rank >= rank):
         return
-    begin = tl.load(span + 1)
-    end = begin + tl.load(span + 2)
     r = tl.arange(0, RANKS)
     k_K = k + tl.arange(0, column_tile)
     valid_RK = (first_rank + r < rank)[:, None] & (k_K < width)[None, :]
@@ -454,24 +514,56 @@ def _backward_b_kernel(
     if aligned:
         grad_RK = tl.multiple_of(grad_RK, [16, 16])
         b_pointer_RK = tl.multiple_of(b_pointer_RK, [16, 16])
-    acc_RK = tl.load(grad_RK, mask=valid_RK, other=0.0)
     b_KR = tl.trans(tl.load(b_pointer_RK, mask=valid_RK, other=0.0))
     dy_K = dy + multiple(tl.load(entry + COLUMN), aligned) + k_K[None, :]
     s_R = s + (module * cap + first_rank + r)[None, :]
     part_R = parts + tl.program_id(0).to(tl.int64) * rows * (modules * RANKS) + (module * RANKS + r)[None, :]
-    for sample in range(begin, end):
-        first = tl.load(samples + capacity + sample).to(tl.int64)
-        length = tl.load(samples + 2 * capacity + sample)
+    if split:
+        total_RK = tl.zeros([RANKS, column_tile], dtype=tl.float32)
+    else:
+        total_RK = tl.load(grad_RK, mask=valid_RK, other=0.0)
+    for index in range(begin, end):
+        _, first, left, _, _, _ = tile_of(pieces, index)
+        length = tl.minimum(left, piece)
+        acc_RK = tl.zeros([RANKS, column_tile], dtype=tl.float32)
         for n in range(0, length, row_tile):
             n_N = n + tl.arange(0, row_tile)
-            row_N = (first + n_N)[:, None]
+            row_N = (first + n_N).to(tl.int64)[:, None]
             inside_N = (n_N < length)[:, None]
             s_NR = tl.load(s_R + row_N * (cap * modules), mask=inside_N, other=0.0)
             dy_NK = tl.load(dy_K + row_N * stride, mask=inside_N & (k_K < width)[None, :], other=0.0)
             acc_RK = tl.dot(tl.trans(s_NR), dy_NK, acc_RK, input_precision="ieee")
             part_NR = tl.dot(dy_NK, b_KR, input_precision="ieee")
             tl.store(part_R + row_N * (modules * RANKS), part_NR, mask=inside_N)
-    tl.store(grad_RK, acc_RK, mask=valid_RK)
+        total_RK += acc_RK
+    if split:
+        sum_R = sums + ((begin * modules + module) * RANKS + r).to(tl.int64)[:, None] * columns
+        tl.store(sum_R + k_K[None, :], total_RK, mask=valid_RK)
+    else:
+        tl.store(grad_RK, total_RK, mask=valid_RK)
+
+
+@triton.jit
+def _add_sums_kernel(
+    sums, table, spans, ranks, columns, first_rank, blocks,
+    grad: tl.constexpr, width: tl.constexpr, modules: tl.constexpr, column_tile: tl.constexpr,
+):
+    """16 ranks of a tile of one module's gradient, all pieces of one adapter."""
+    slot, begin, end = _walk(spans, spans, tl.program_id(1), False)
+    if slot < 0:
+        return
+    row = tl.program_id(2) * RANKS
+    entry = table + (slot * modules + tl.program_id(2) // blocks) * FIELDS
+    r_R = first_rank + tl.program_id(2) % blocks * RANKS + tl.arange(0, RANKS)
+    k_K = tl.program_id(0) * column_tile + tl.arange(0, column_tile)
+    own_columns = tl.load(entry + width).to(tl.int32)
+    valid_RK = (r_R < tl.load(entry + RANK))[:, None] & (k_K < own_columns)[None, :]
+    grad_RK = tl.load(entry + grad).to(tl.pointer_type(tl.float32)) + r_R[:, None] * own_columns + k_K[None, :]
+    total_RK = tl.load(grad_RK, mask=valid_RK, other=0.0)
+    for index in range(begin, end):
+        sum_R = sums + (index * ranks + row + tl.arange(0, RANKS)).to(tl.int64)[:, None] * columns
+        total_RK += tl.load(sum_R + k_K[None, :], mask=valid_RK, other=0.0)
+    tl.store(grad_RK, total_RK, mask=valid_RK)
 
 
 @triton.jit
@@ -501,35 +593,33 @@ def _sum_parts_kernel(
 
 @triton.jit
 def _outer_kernel(
-    ds, x, table, spans, samples, capacity, stride, cap,
-    dropout: tl.constexpr, modules: tl.constexpr, aligned: tl.constexpr, row_tile: tl.constexpr, column_tile: tl.constexpr,
+    ds, x, sums, table, spans, pieces, stride, cap,
+    split: tl.constexpr, dropout: tl.constexpr, modules: tl.constexpr, aligned: tl.constexpr, piece: tl.constexpr,
+    row_tile: tl.constexpr, column_tile: tl.constexpr,
 ):
-    """One program walks all rows of one adapter, sample by sample, for 16 ranks and a tile of columns.
+    """One program walks its pieces for 16 ranks and a tile of columns.
 
     It takes all modules, which share x, unless each has a mask of its own.
     """
-    span = spans + 3 * tl.program_id(1)
-    slot = tl.load(span)
+    slot, begin, end = _walk(spans, pieces, tl.program_id(1), split)
     if slot < 0:
         return
     column = tl.program_id(0) * column_tile
     entry = table + slot * modules * FIELDS
-    begin = tl.load(span + 1)
-    end = begin + tl.load(span + 2)
     first_rank = tl.program_id(2) * RANKS
     if dropout and is_masked(entry, modules):
         for each in range(modules):
-            _outer(ds, x, entry, samples, capacity, stride, cap, begin, end, first_rank, column, each,
-                   True, modules, 1, aligned, row_tile, column_tile)
+            _outer(ds, x, sums, entry, pieces, stride, cap, begin, end, first_rank, column, each, split,
+                   True, modules, 1, aligned, piece, row_tile, column_tile)
     else:
-        _outer(ds, x, entry, samples, capacity, stride, cap, begin, end, first_rank, column, 0, False,
-               modules, modules, aligned, row_tile, column_tile)
+        _outer(ds, x, sums, entry, pieces, stride, cap, begin, end, first_rank, column, 0, split,
+               False, modules, modules, aligned, piece, row_tile, column_tile)
 
 
 @triton.jit
 def _outer(
-    ds, x, entry, samples, capacity, stride, cap, begin, end, first_rank, k, module,
-    dropout: tl.constexpr, modules: tl.constexpr, count: tl.constexpr, aligned: tl.constexpr,
+    ds, x, sums, entry, pieces, stride, cap, begin, end, first_rank, k, module, split: tl.constexpr,
+    dropout: tl.constexpr, modules: tl.constexpr, count: tl.constexpr, aligned: tl.constexpr, piece: tl.constexpr,
     row_tile: tl.constexpr, column_tile: tl.constexpr,
 ):
     """``count`` modules from ``module`` on: grad[C, K] += dsᵀ·x."""
@@ -547,23 +637,30 @@ def _outer(
         grad_CK = grad_C[:, None] + r_C[:, None] * width + k_K[None, :]
         if aligned:
             grad_CK = tl.multiple_of(grad_CK, [16, 16])
-        acc_CK = tl.load(grad_CK, mask=valid_CK, other=0.0)
+        if split:
+            total_CK = tl.zeros([together, column_tile], dtype=tl.float32)
+        else:
+            total_CK = tl.load(grad_CK, mask=valid_CK, other=0.0)
         ds_C = ds + (module_C * cap + r_C)[None, :]
-        for sample in range(begin, end):
-            first = tl.load(samples + capacity + sample).to(tl.int64)
-            length = tl.load(samples + 2 * capacity + sample)
-            ordinal = tl.load(samples + 3 * capacity + sample)
-            step = tl.load(samples + 4 * capacity + sample)
+        for index in range(begin, end):
+            _, first, left, offset, ordinal, step = tile_of(pieces, index)
+            length = tl.minimum(left, piece)
+            acc_CK = tl.zeros([together, column_tile], dtype=tl.float32)
             for n in range(0, length, row_tile):
                 n_N = n + tl.arange(0, row_tile)
-                row_N = (first + n_N)[:, None]
+                row_N = (first + n_N).to(tl.int64)[:, None]
                 inside_N = (n_N < length)[:, None]
                 ds_NC = tl.load(ds_C + row_N * (cap * modules), mask=inside_N, other=0.0)
                 x_NK = tl.load(x + row_N * stride + k_K[None, :], mask=inside_N & (k_K < width)[None, :], other=0.0)
                 if dropout:
-                    x_NK = drop(x_NK, entry + module * FIELDS, ordinal, step, n_N, k, column_tile)
+                    x_NK = drop(x_NK, entry + module * FIELDS, ordinal, step, offset + n_N, k, column_tile)
                 acc_CK = tl.dot(tl.trans(ds_NC), x_NK, acc_CK, input_precision="ieee")
-        tl.store(grad_CK, acc_CK, mask=valid_CK)
+            total_CK += acc_CK
+        if split:
+            sum_C = sums + (begin * modules * cap + module_C * cap + r_C).to(tl.int64)[:, None] * width
+            tl.store(sum_C + k_K[None, :], total_CK, mask=valid_CK)
+        else:
+            tl.store(grad_CK, total_CK, mask=valid_CK)
 
 
 @triton.jit

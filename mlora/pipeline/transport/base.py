@@ -45,10 +45,7 @@ class Pending(Protocol):
         """What the sender noted, waiting for the message on the host. Raises TransportError."""
 
     def wait(self) -> tuple[Tensor, ...]:
-        """The message's tensors on the stage's device, owned by the caller.
-
-        On a GPU the current stream waits, not the host. Raises TransportError.
-        """
+        """The message's tensors when they are there, on the stage's device, owned by the caller. Raises TransportError."""
 
 
 class Link(Protocol):
@@ -76,6 +73,7 @@ class Transport:
         self.stages = stages
         self.in_process = in_process
         self._links = links
+        self._aborted = False
 
     def send(self, direction: Direction, tensors: Sequence[Tensor], note: str = "") -> None:
         """Send one message to the next stage in ``direction`` without waiting for it.
@@ -101,9 +99,12 @@ class Transport:
 
     def abort(self) -> None:
         """Make every call of this process that waits raise TransportError, and every later one. From any thread."""
+        self._aborted = True  # before any link wakes somebody who goes on to the next
         for link in self._links.values():
             link.abort()
 
     def _link(self, direction: Direction, neighbour: int) -> Link:
         assert 0 <= neighbour < self.stages, f"stage {self.stage} of {self.stages} has no stage {neighbour} beside it"
+        if self._aborted:
+            raise TransportError("the transport was aborted")
         return self._links[direction, neighbour]

@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from queue import SimpleQueue
 from typing import Any, Literal, TypeVar
 
@@ -32,6 +33,7 @@ from mlora.pipeline.transport.control import Control
 
 Message = tuple[Tensor, ...]
 T = TypeVar("T")
+_MOST_BLOCKS = 2  # of a device that a message may occupy while adapters are computed on the others
 
 
 def distributed_transport(
@@ -197,54 +199,86 @@ class _Completer:
 class NcclLink:
     """A one-way link between two ranks over NCCL.
 
-    A receive on the GPU begins only when the host has heard, over gloo, that the message has been sent. A kernel that
-    waited there for a message not yet sent would hold up whatever waits for an idle device (loading a kernel at its
-    first use, allocating memory), and with it, over the other stages, that very message.
+    A kernel that sends or receives waits on its device for the other side's, and holds up whatever waits for an idle
+    device (loading a kernel at its first use, freeing memory). So neither may wait for something that a host has yet to
+    do. A message leaves when the receiver's host has called for it, from a thread of its own; from the call until the
+    message is there, the receiver's host does nothing else.
     """
 
     def __init__(self, store: dist.Store, side: int, peer: str, device: torch.device) -> None:
         self._peer, self._other, self._device = peer, 1 - side, device
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = OPERATION_TIMEOUT
-        self._notices = GlooLink(dist.PrefixStore("notices", store), side, peer, torch.device("cpu"))
+        options.config.max_ctas = _MOST_BLOCKS
+        self._notices, self._calls = (
+            GlooLink(dist.PrefixStore(name, store), side, peer, torch.device("cpu")) for name in ("notices", "calls")
+        )
         self._group: Any = _raising(peer, dist.ProcessGroupNCCL, dist.PrefixStore("nccl", store), side, 2, options)
-        self._unsent: deque[tuple[list[dist.Work], Message]] = deque()
+        self._stream = torch.cuda.Stream(device)
+        self._unsent: deque[tuple[Future[list[dist.Work]], Message]] = deque()
+        self._due: deque[NcclPending] = deque()
         self._aborted = False
         self._connect(side)
 
     def send(self, tensors: Sequence[Tensor], note: str = "") -> None:
         self._forget_sent()
         message = tuple(tensor.detach().to(self._device).contiguous() for tensor in tensors)
-        self._notices.send([], note)  # first: NCCL's call may wait for the receiver's
-        self._unsent.append((self._post(self._group.send, message), message))
+        made = torch.cuda.current_stream(self._device).record_event()
+        posted: Future[list[dist.Work]] = Future()
+        self._unsent.append((posted, message))
+        self._notices.send([], note)
+        self._calls.receive([]).future.add_done_callback(partial(self._leave, message, made, posted))
 
     def receive(self, specs: Sequence[Spec]) -> NcclPending:
         self.check()
-        return NcclPending(self, self._notices.receive([]), tuple(specs))
+        self._due.append(NcclPending(self, self._notices.receive([]), tuple(specs)))
+        return self._due[-1]
 
-    def take(self, specs: Sequence[Spec]) -> Message:
-        """The message that the peer has sent; the current stream waits for it."""
-        message = tuple(torch.empty(spec.shape, dtype=spec.dtype, device=self._device) for spec in specs)
-        self._wait_for(self._post(self._group.recv, message))
-        return message
+    def take(self) -> None:
+        """Receive the first message that is due, beside whatever the current stream still does."""
+        pending = self._due.popleft()
+        pending.notice.wait()
+        self._calls.send([])
+        with torch.cuda.stream(self._stream):
+            message = tuple(torch.empty(spec.shape, dtype=spec.dtype, device=self._device) for spec in pending.specs)
+            self._wait_for(self._post(self._group.recv, message))
+        self._stream.synchronize()
+        self.check()
+        for tensor in message:
+            tensor.record_stream(torch.cuda.current_stream(self._device))
+        pending.message = message
 
     def close(self) -> None:
         while self._unsent:
-            self._wait_for(self._unsent.popleft()[0])
+            self._wait_for(self._unsent.popleft()[0].result())
         torch.cuda.current_stream(self._device).synchronize()
         self.check()
         self._notices.close()
+        self._calls.close()
         _raising(self._peer, self._group.shutdown)
 
     def abort(self) -> None:
         self._aborted = True
         self._notices.abort()
+        self._calls.abort()
         self._group.abort()
 
     def check(self) -> None:
         """Raise TransportError if the link was aborted: what came in since may be anything."""
         if self._aborted:
             raise TransportError("the transport was aborted")
+
+    def _leave(
+        self, message: Message, made: torch.cuda.Event, posted: Future[list[dist.Work]], called: Future[Message]
+    ) -> None:
+        """Post the message, which the peer has called for, behind what makes it."""
+        try:
+            called.result()
+            with torch.cuda.stream(self._stream):
+                self._stream.wait_event(made)
+                posted.set_result(self._post(self._group.send, message))
+        except TransportError as error:
+            posted.set_exception(error)
 
     def _connect(self, side: int) -> None:
         """Exchange one number both ways: NCCL connects with the first message, and both sides must be there."""
@@ -264,25 +298,29 @@ class NcclLink:
         return [_raising(self._peer, operation, [tensor], self._other, 0) for tensor in message if tensor.numel()]
 
     def _forget_sent(self) -> None:
-        while self._unsent and all(work.is_completed() for work in self._unsent[0][0]):
+        while self._unsent and self._unsent[0][0].done():
+            if not all(work.is_completed() for work in self._unsent[0][0].result()):
+                return
             self._unsent.popleft()
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class NcclPending:
     """A receive announced on an NcclLink."""
 
     link: NcclLink
     notice: GlooPending
     specs: tuple[Spec, ...]
+    message: Message | None = None
 
     @property
     def note(self) -> str:
         return self.notice.note
 
     def wait(self) -> Message:
-        self.notice.wait()
-        return self.link.take(self.specs)
+        while self.message is None:  # messages arrive in their order, whichever is waited for
+            self.link.take()
+        return self.message
 
 
 def _note_tensor(note: str) -> Tensor:
