@@ -331,9 +331,9 @@ def _tree(path: Path) -> dict[str, Any]:
     if path.suffix.lower() in ROW_SUFFIXES:
         raise UserError(f"{path}: is a file of data and not a configuration; {init}")
     with readable(path):
-        text = path.read_bytes()
+        raw = path.read_bytes()
     try:
-        tree = _yaml(text.decode())
+        tree = _yaml(raw.decode())
     except ValueError as error:
         raise UserError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from None
     if not isinstance(tree, dict):

@@ -6,7 +6,7 @@ import hashlib
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from mlora.types import UserError
@@ -36,12 +36,16 @@ def _hidden(path: Path) -> Path:
 
 
 def write_whole(path: Path, data: bytes) -> None:
-    """Write a file so that whoever looks sees what was there before, or all of it. Raises OSError."""
+    """All of it or nothing: others may be reading, and what a full disk took of it would only fill it further.
+
+    Raises OSError.
+    """
     try:
         _hidden(path).write_bytes(data)
         _hidden(path).rename(path)
     except OSError:
-        _hidden(path).unlink(missing_ok=True)
+        with suppress(OSError):
+            _hidden(path).unlink()
         raise
 
 

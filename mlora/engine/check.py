@@ -40,8 +40,7 @@ class Check:
 def check(config: RunConfig) -> Check:
     """Look at all adapters, also behind one that is at fault. Raises UserError for the model or the whole run."""
     check_inputs(config)
-    base = open_base(config)
-    cut = config.pipeline
+    base, cut = open_base(config), config.pipeline
     layer_counts(base.spec, cut.stages or len(cut.layers or [base.spec.num_layers]), cut.layers)
     print(f"weights    {_weights(base)}", flush=True)
     for warning in (*_missing_here(config, base), *tokenizer_warnings(base.tokenizer)):

@@ -113,7 +113,7 @@ def _read_run(run: Path, name: str) -> list[Curve]:
 
 
 def _keys(checkpoints: Path) -> dict[str, Any]:
-    """The adapter's keys, from its newest checkpoint with a sound manifest."""
+    """The adapter's keys, from its newest checkpoint."""
     newest = newest_manifest(checkpoints)
     config = newest[1].config if newest else {}
     return {key: value for block in config for key, value in _flat(block, config[block]).items()}

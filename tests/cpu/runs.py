@@ -36,17 +36,6 @@ def run(folder: Path, model: Path, adapters: list[dict[str, Any]], on_step: Any 
     return mlora.train(config, on_step=on_step)
 
 
-@contextmanager
-def files_up_to(size: int) -> Iterator[None]:
-    """A disk on which no file grows beyond ``size`` bytes: a longer one is cut there, with an OSError."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-
-
 def config(model: Path, adapters: list[dict[str, Any]], folder: Path, stages: int = 1, **top: Any) -> dict[str, Any]:
     """A run over so many stages of this process."""
     pipeline = {"stages": stages, "transport": "local"}
@@ -80,6 +69,17 @@ def assert_company_changes_no_bit(folder: Path, model: Path, **top: Any) -> None
     for number, way in enumerate(ways):
         shared = run(folder / str(number), model, [other, subject], **top, **way)
         assert not alone.differences(outcome(shared, "subject")), way
+
+
+@contextmanager
+def files_up_to(size: int) -> Iterator[None]:
+    """A disk on which no file grows beyond ``size`` bytes: a longer one is cut there, with an OSError."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 @dataclass(frozen=True, eq=False)

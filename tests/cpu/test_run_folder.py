@@ -191,8 +191,8 @@ def test_a_metrics_file_that_cannot_be_written_costs_the_file_not_the_run(tmp_pa
     _recorders = []
     original = Recorder.open
 
-    def opened(self):
-        original(self)
+    def opened(self, *arguments):
+        original(self, *arguments)
         _recorders.append(self)
 
     with pytest.MonkeyPatch.context() as patch:
