@@ -25,6 +25,7 @@ from pathlib import Path
 from mlora import RunConfig, parse_config
 from mlora.engine.cadence import Cadence
 from mlora.engine.coordinator import Coordinator
+from mlora.engine.loggers import Loggers
 from mlora.engine.output import TRACE
 from mlora.engine.prepare import prepare
 from mlora.engine.recorder import Recorder
@@ -135,7 +136,7 @@ def train(config: Path) -> None:
 def planned(config: RunConfig) -> tuple[list[Position], tuple[int, ...]]:
     """The stream of the run, planned once more, and the microbatches in flight on each stage."""
     prepared = prepare(config, STAGES)
-    recorder = Recorder(Path(os.devnull))
+    recorder = Recorder(Path(os.devnull), lambda: None, Loggers((), Path(os.devnull)))
     coordinator = Coordinator(
         config, prepared.adapters, prepared.in_flight, recorder, None, Requests(), Cadence(config)
     )

@@ -134,8 +134,8 @@ class LinearBank:
 class LoraTerm:
     """S or dS of a microbatch, and through which matrices it is added: S·B to y, dS·A to dx.
 
-    ``pending``: it is not yet added; whoever reads y or dx next must do it. Then ``products`` is [T, modules · rank_cap]
-    in one tensor, else a list by sample.
+    ``pending``: it is not yet added; whoever reads y or dx next must do it. Then ``products`` is one tensor
+    [T, modules · rank_cap], else a list by sample.
     """
 
     products: torch.Tensor | list[torch.Tensor]
@@ -262,9 +262,7 @@ def _samples(bank: LinearBank, routing: Routing) -> Iterator[tuple[LoraGroup, Se
             yield group, segment, sample, rows
 
 
-def _shrink(
-    x_ND: torch.Tensor, group: LoraGroup, segment: Segment, sample: SampleRef, dropout: bool
-) -> torch.Tensor:
+def _shrink(x_ND: torch.Tensor, group: LoraGroup, segment: Segment, sample: SampleRef, dropout: bool) -> torch.Tensor:
     """s · drop(x)·Aᵀ for all parts, [N, R]."""
     if group.dropout == 0 or not dropout:
         return _scale(_product(x_ND, group.a_RD.T), group)

@@ -28,7 +28,7 @@ class Routing:
     Attributes:
         positions_T: int64 on the device, a row's place in its sample; 0 for padding.
         dropout: whether adapters' dropout applies (not in evaluation).
-        samples: int32 [5, S]: slot, first row, length, ordinal, step; then the padding rows as one of NOBODY, then empty.
+        samples: int32 [5, S]: slot, first row, length, ordinal, step; the padding rows as one of NOBODY; then empty.
         starts, lengths: int32 [S], rows 1 and 2 of ``samples`` with 0 for the padding.
         spans: int32 [G, 3]: slot, first piece and number of pieces of each segment; empty ones at the end.
         flat, shapes: all tables one after another in one tensor, and their shapes.

@@ -45,7 +45,7 @@ class Pending(Protocol):
         """What the sender noted, waiting for the message on the host. Raises TransportError."""
 
     def wait(self) -> tuple[Tensor, ...]:
-        """The message's tensors when they are there, on the stage's device, owned by the caller. Raises TransportError."""
+        """The message's tensors when they are there, on the stage's device, the caller's own. Raises TransportError."""
 
 
 class Link(Protocol):

@@ -35,9 +35,9 @@ class Liveness:
     """One rank's watch over the run: a context manager around everything that the rank does.
 
     Leaving it without an exception marks a clean end. Leaving it with one reports the exception, aborts, prints the
-    first real failure of the run as the last line, and raises SystemExit (2 if it was a UserError, else 1). Make and close
-    transports inside it, so that a failure is reported before their connections go, and name their ``abort`` with
-    ``abort_on_failure``.
+    first real failure of the run as the last line, and raises SystemExit (2 if it was a UserError, else 1). Make and
+    close transports inside it, so that a failure is reported before their connections go, and name their ``abort``
+    with ``abort_on_failure``.
 
     The watch has its own connections to ``store``. A peer silent for ``silent_s`` seconds counts as dead.
     ``on_failure`` is called once, in a thread of the watch, with one line, when another rank has failed; the default
