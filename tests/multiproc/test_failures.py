@@ -170,7 +170,7 @@ def test_kill_of_the_launcher_ends_all_ranks(endless, tmp_path):
         assert sorted(ranks) == [0, 1]
         os.kill(run.process.pid, signal.SIGKILL)
         run.wait_until_gone(list(ranks.values()))
-    assert re.search(r"the store is gone", run.text), run.text
+    assert re.fullmatch(r"rank [01]: stopped: rank [01] on \S+ failed: its launcher has ended", run.last_line), run.text
 
 
 def test_torchruns_report_names_the_root_cause(endless, tmp_path):
