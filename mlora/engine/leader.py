@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -171,16 +171,19 @@ class Leader:
         exporter: Exporter,
     ) -> None:
         """The stream of the first replica, while a thread for each other one writes what that reports."""
-        with ThreadPoolExecutor(max(1, len(others)), thread_name_prefix="replica") as threads:
-            reports = []
+        threads = ThreadPoolExecutor(max(1, len(others)), thread_name_prefix="replica")
+        reports: list[Future[None]] = []
+        try:
             for replica, share in enumerate(others, 1):
                 assert world is not None
                 rank = replica * len(self.job.in_flight)
                 hand_over(world, rank, share)
                 reports.append(threads.submit(receive_all, world, rank, self._adapters, recorder, exporter))
-            worker.run(windows)
-            for report in reports:
-                report.result()
+            worker.run(_while_sound(windows, reports))
+            wait(reports, return_when=FIRST_EXCEPTION)
+            _raise_failed(reports)
+        finally:
+            threads.shutdown(wait=False)  # after a failure the other replicas go on until they hear of it
 
     def _exporter(self, collector: Collector, cadence: Cadence, recorder: Recorder, status: Status) -> Exporter:
         return Exporter(
@@ -250,6 +253,19 @@ class Leader:
             (self._config.output_dir / PICTURE).write_text(svg(begin, names), encoding="utf-8")
         except OSError as error:
             print(f"the timeline cannot be written: {error.strerror}", flush=True)
+
+
+def _while_sound(windows: Iterator[Window], reports: Sequence[Future[None]]) -> Iterator[Window]:
+    """The windows, until no more can be written of another replica."""
+    for window in windows:
+        _raise_failed(reports)
+        yield window
+
+
+def _raise_failed(jobs: Sequence[Future[None]]) -> None:
+    for job in jobs:
+        if job.done():
+            job.result()
 
 
 def _report(output_dir: Path) -> None:

@@ -211,6 +211,29 @@ def test_an_exception_on_another_rank_is_shown_with_its_traceback(endless, tmp_p
     assert re.fullmatch(rf"mlora: rank 2 on \S+ failed: {error}", run.last_line), run.text
 
 
+@pytest.mark.parametrize(
+    "owner, name",
+    [
+        ("mlora.pipeline.stage.Stage", "backward"),  # the first replica's own work, while the second goes on
+        ("mlora.engine.leader", "receive_all"),  # writing what the second replica reports, while the first goes on
+        ("mlora.engine.exporter", "write_checkpoint"),  # behind the stream
+    ],
+)
+def test_an_exception_on_the_first_rank_ends_all_replicas(endless, tmp_path, owner, name):
+    code = f"""
+        import pkgutil
+        def breaks(*_):
+            raise AssertionError("out of turn")
+        setattr(pkgutil.resolve_name({owner!r}), {name!r}, breaks)
+    """
+    config = endless | {"save_steps": 3, "pipeline": {"replicas": 2}}
+    environment = injected(tmp_path / "py", code, rank=0)
+    with started(config, tmp_path / "run", "--nproc", "2", environment=environment) as run:
+        assert run.wait(ENDED_S) == 1
+    assert "in breaks" in run.text, run.text
+    assert re.fullmatch(r"mlora: rank 0 on \S+ failed: AssertionError: out of turn", run.last_line), run.text
+
+
 def test_a_microbatch_that_another_rank_cannot_compute_costs_its_adapters_not_the_run(short, tmp_path):
     code = """
         from mlora.pipeline.stage import Stage
