@@ -40,7 +40,7 @@ from mlora.engine.ranking import ranking
 from mlora.engine.recorder import Recorder, print_table
 from mlora.engine.replicas import deal, first_stage, hand_over, receive_all
 from mlora.engine.report import write_facts, write_report
-from mlora.engine.requests import Requests
+from mlora.engine.requests import Requests, stop
 from mlora.engine.results import AdapterResult, Results
 from mlora.engine.start import Start, saved_adapters
 from mlora.engine.status import Status
@@ -134,7 +134,7 @@ class Leader:
             self._export_ended(exporter)
             with view.shown() if view else nullcontext():
                 with Inbox(config.output_dir, self._adapters, self._prepare, requests.add, ask):
-                    self._walk(worker, windows, others, world, recorder, exporter)
+                    self._walk(worker, windows, others, world, recorder, exporter, requests)
                 for adapter in requests.arrived():
                     print(f"{adapter.config.name}: was added too late; --resume auto goes on with it", flush=True)
                 exporter.finish()
@@ -169,10 +169,11 @@ class Leader:
         world: Control | None,
         recorder: Recorder,
         exporter: Exporter,
+        requests: Requests,
     ) -> None:
         """The stream of the first replica, while a thread for each other one writes what that reports."""
         threads = ThreadPoolExecutor(max(1, len(others)), thread_name_prefix="replica")
-        reports: list[Future[None]] = []
+        reports: list[Future[int | None]] = []
         try:
             for replica, share in enumerate(others, 1):
                 assert world is not None
@@ -182,6 +183,9 @@ class Leader:
             worker.run(_while_sound(windows, reports))
             wait(reports, return_when=FIRST_EXCEPTION)
             _raise_failed(reports)
+            for report in reports:
+                if (number := report.result()) is not None:
+                    requests.ask(stop(number))
         finally:
             threads.shutdown(wait=False)  # after a failure the other replicas go on until they hear of it
 
@@ -255,14 +259,14 @@ class Leader:
             print(f"the timeline cannot be written: {error.strerror}", flush=True)
 
 
-def _while_sound(windows: Iterator[Window], reports: Sequence[Future[None]]) -> Iterator[Window]:
+def _while_sound(windows: Iterator[Window], reports: Sequence[Future[int | None]]) -> Iterator[Window]:
     """The windows, until no more can be written of another replica."""
     for window in windows:
         _raise_failed(reports)
         yield window
 
 
-def _raise_failed(jobs: Sequence[Future[None]]) -> None:
+def _raise_failed(jobs: Sequence[Future[int | None]]) -> None:
     for job in jobs:
         if job.done():
             job.result()

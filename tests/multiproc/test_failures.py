@@ -234,6 +234,31 @@ def test_an_exception_on_the_first_rank_ends_all_replicas(endless, tmp_path, own
     assert re.fullmatch(r"mlora: rank 0 on \S+ failed: AssertionError: out of turn", run.last_line), run.text
 
 
+def test_a_signal_that_the_first_rank_has_not_heard_yet_counts(endless, tmp_path):
+    """The first replica has ended, the second is stopped, and the wish travels with the heartbeats."""
+    code = """
+        import time
+        from mlora.pipeline.stage import Stage
+        from mlora.pipeline.transport.liveness import Liveness
+        Liveness.__init__.__kwdefaults__.update(beat_s=30.0)
+        forward = Stage.forward
+        def slow(self, *arguments):
+            time.sleep(0.2 * (os.environ["RANK"] == "1"))
+            return forward(self, *arguments)
+        Stage.forward = slow
+    """
+    adapters = [endless["adapters"][0] | {"max_steps": 150}, endless["adapters"][1] | {"max_steps": 100}]
+    config = endless | {"adapters": adapters, "pipeline": {"replicas": 2}}
+    environment = injected(tmp_path / "py", code)
+    with started(config, tmp_path / "run", "--nproc", "2", environment=environment) as run:
+        while "a  checkpoint of step 150" not in run.text:
+            assert run.process.poll() is None, run.text
+            time.sleep(0.1)
+        os.kill(run.ranks()[1], signal.SIGTERM)
+        assert run.wait(ENDED_S) == 128 + signal.SIGTERM, run.text
+    assert "b  stopped: by a signal" in run.text
+
+
 def test_a_microbatch_that_another_rank_cannot_compute_costs_its_adapters_not_the_run(short, tmp_path):
     code = """
         from mlora.pipeline.stage import Stage
