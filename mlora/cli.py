@@ -339,9 +339,11 @@ def _reason(rank: int, failure: ProcessFailure) -> str:
 def _plan(arguments: argparse.Namespace) -> int:
     from mlora.engine.plan import plan
 
+    picture = Path(arguments.picture)
+    if picture.suffix != ".svg":
+        raise UserError(f"--picture {picture}: the picture is an SVG; give a name that ends in .svg")
     found = plan(mlora.load_config(arguments.config, arguments.set), arguments.stages)
     print(found.text())
-    picture = Path(arguments.picture)
     with writable(f"--picture {picture}"):
         found.write(picture)
     print(f"picture: {picture}; trace for Chrome or Perfetto: {picture.with_suffix('.trace.json')}")

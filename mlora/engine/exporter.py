@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
@@ -75,7 +75,7 @@ class Exporter:
         self._output_dir, self._keep, self._base = config.output_dir, config.save_total_limit, base
         self._collector, self._cadence, self._recorder, self._status = collector, cadence, recorder, status
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="export")
-        self._jobs: list[Future[None]] = []
+        self._error: BaseException | None = None
         self.written = 0
 
     def take(self, adapter: AdapterRun, record: Record, entry: Entry, tensors: Tensors) -> None:
@@ -92,17 +92,28 @@ class Exporter:
 
     def finish(self) -> None:
         """Wait until all is written. Raises what went wrong beyond a single adapter."""
-        for job in self._jobs:
-            job.result()
         self._thread.shutdown()
+        self._raise_failed()
 
     def abandon(self, wait: bool) -> None:
         """Write what is at hand, waiting for it only where nothing can be missing from another stage, and end."""
         self._thread.shutdown(wait=wait, cancel_futures=not wait)
 
     def _submit(self, job: Callable[[], None]) -> None:
-        self._jobs = [old for old in self._jobs if not old.done() or old.exception()]
-        self._jobs.append(self._thread.submit(job))
+        """From any thread. Raises what went wrong before: a run that saves no more must not go on for days."""
+        self._raise_failed()
+        self._thread.submit(self._run, job)
+
+    def _run(self, job: Callable[[], None]) -> None:
+        if self._error is None:
+            try:
+                job()
+            except BaseException as error:
+                self._error = error
+
+    def _raise_failed(self) -> None:
+        if self._error is not None:
+            raise self._error
 
     def _write(self, adapter: AdapterRun, record: Record, kind: str, whole: Tensors) -> None:
         if kind == "keep":

@@ -126,10 +126,12 @@ class Inbox:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         self._over.set()
+        if error is not None:
+            return  # at once: a large data set that is being added may take minutes, and others wait for the error
         self._thread.join()
         for path in self._inbox.glob("stop-*"):
             self._end(path, path.name.removeprefix("stop-"))
-        if error is None and not any(adapter.state in ("waiting", "stopped") for adapter in self._adapters):
+        if not any(adapter.state in ("waiting", "stopped") for adapter in self._adapters):
             for path in self._inbox.glob("add-*.json"):
                 self._refuse(path, "the run had ended")
 

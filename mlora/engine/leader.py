@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -39,7 +39,7 @@ from mlora.engine.ranking import ranking
 from mlora.engine.recorder import Recorder, print_table
 from mlora.engine.replicas import deal, first_stage, hand_over, receive_all
 from mlora.engine.report import write_facts, write_report
-from mlora.engine.requests import Requests
+from mlora.engine.requests import Requests, stop
 from mlora.engine.results import AdapterResult, Results
 from mlora.engine.start import Start, saved_adapters
 from mlora.engine.status import Status
@@ -119,7 +119,7 @@ class Leader:
             self._export_ended(exporter)
             with view.shown() if view else nullcontext():
                 with Inbox(config.output_dir, self._adapters, self._prepare, requests.add, ask):
-                    self._walk(worker, windows, others, seat.world, recorder, exporter)
+                    self._walk(worker, windows, others, seat.world, recorder, exporter, requests)
                 for adapter in requests.arrived():
                     print(
                         f"{adapter.config.name}: was added too late; --resume auto (resume='auto') goes on with it",
@@ -160,18 +160,25 @@ class Leader:
         world: Control | None,
         recorder: Recorder,
         exporter: Exporter,
+        requests: Requests,
     ) -> None:
         """The stream of the first replica, while a thread for each other one writes what that reports."""
-        with ThreadPoolExecutor(max(1, len(others)), thread_name_prefix="replica") as threads:
-            reports = []
+        threads = ThreadPoolExecutor(max(1, len(others)), thread_name_prefix="replica")
+        reports: list[Future[int | None]] = []
+        try:
             for replica, share in enumerate(others, 1):
                 assert world is not None
                 rank = replica * len(self.job.in_flight)
                 hand_over(world, rank, share)
                 reports.append(threads.submit(receive_all, world, rank, self._adapters, recorder, exporter))
-            worker.run(windows)
+            worker.run(_while_sound(windows, reports))
+            wait(reports, return_when=FIRST_EXCEPTION)
+            _raise_failed(reports)
             for report in reports:
-                report.result()
+                if (number := report.result()) is not None:
+                    requests.ask(stop(number))
+        finally:
+            threads.shutdown(wait=False)  # after a failure the other replicas go on until they hear of it
 
     def _open(self, recorder: Recorder) -> None:
         done = {a.config.name: (len(a.reports), a.evaluated) for a in self._adapters}
@@ -232,6 +239,19 @@ class Leader:
             write_whole(self._config.output_dir / PICTURE, svg(begin, names).encode())
         except OSError as error:
             print(f"the timeline cannot be written: {error.strerror}", flush=True)
+
+
+def _while_sound(windows: Iterator[Window], reports: Sequence[Future[int | None]]) -> Iterator[Window]:
+    """The windows, until no more can be written of another replica."""
+    for window in windows:
+        _raise_failed(reports)
+        yield window
+
+
+def _raise_failed(jobs: Sequence[Future[int | None]]) -> None:
+    for job in jobs:
+        if job.done():
+            job.result()
 
 
 def _report(output_dir: Path) -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from mlora.config import RunConfig
+from mlora.engine.adapter_run import AdapterRun
 from mlora.engine.memory import rows_of
 from mlora.engine.prepare import Prepared, prepare
+from mlora.engine.replicas import deal
 from mlora.models.spec import ModelSpec, linear_shapes
 from mlora.pipeline.schedule import (
     CostModel,
@@ -30,9 +33,10 @@ _SHOWN = 14  # actions of each row in the text
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """The predicted run. ``timeline`` is in units of one layer's forward over one row."""
+    """The predicted run of the first replica. ``timeline`` is in units of one layer's forward over one row."""
 
     prepared: Prepared
+    shares: list[list[str]]  # the adapters of each replica
     rows: list[list[str]]
     timeline: list[Timed]
     bubble: float
@@ -40,7 +44,9 @@ class Plan:
 
     def text(self) -> str:
         """Stage cut, in flight, the beginning of each row, the bubble."""
-        lines = [f"{'stage':<6} {'layers':<10} {'in flight':<9} {'busy':>5}  order"]
+        dealt = f"the first of {len(self.shares)} replicas, with {', '.join(self.shares[0])}"
+        lines = [dealt] if len(self.shares) > 1 else []
+        lines += [f"{'stage':<6} {'layers':<10} {'in flight':<9} {'busy':>5}  order"]
         start = 0
         for stage, count in enumerate(self.prepared.layers):
             layers = f"{start} - {start + count - 1}"
@@ -63,12 +69,20 @@ class Plan:
 def plan(config: RunConfig, stages: int) -> Plan:
     """Predict the run of ``config`` over so many stages. Raises UserError as a run would."""
     prepared = prepare(replace(config, pipeline=replace(config.pipeline, stages=stages)), stages, to_train=False)
-    positions = _positions(prepared.config, prepared)
+    shares = deal(prepared.adapters, config.pipeline.replicas or 1)
+    positions = _positions(prepared.config, prepared.in_flight, shares[0])
     stage_rows = rows(positions, prepared.in_flight)
     timeline = simulate(stage_rows, Stream(positions, stages), cost_model(prepared.base.spec, prepared.layers))
     compute = [[str(a) for a in row if a.kind in ("F", "B", "E", "STEP")] for row in stage_rows]
     bubble = bubble_between_ramps(timeline)
-    return Plan(prepared=prepared, rows=compute, timeline=timeline, bubble=bubble, busy=busy_shares(timeline))
+    return Plan(
+        prepared=prepared,
+        shares=[[adapter.config.name for adapter in share] for share in shares],
+        rows=compute,
+        timeline=timeline,
+        bubble=bubble,
+        busy=busy_shares(timeline),
+    )
 
 
 def cost_model(spec: ModelSpec, layers: tuple[int, ...]) -> CostModel:
@@ -82,9 +96,9 @@ def cost_model(spec: ModelSpec, layers: tuple[int, ...]) -> CostModel:
     )
 
 
-def _positions(config: RunConfig, prepared: Prepared) -> list[Position]:
-    planner = Planner(rows_of(config), prepared.in_flight)
-    waiting = list(prepared.adapters)
+def _positions(config: RunConfig, in_flight: Sequence[int], adapters: Sequence[AdapterRun]) -> list[Position]:
+    planner = Planner(rows_of(config), in_flight)
+    waiting = list(adapters)
     slots = range(min(config.max_active, len(waiting)))
     positions: list[Position] = []
     while len(positions) < _POSITIONS:
@@ -93,7 +107,7 @@ def _positions(config: RunConfig, prepared: Prepared) -> list[Position]:
                 adapter = waiting.pop(0)
                 adapter.state = "training"
                 planner.join(slot, adapter.next_step)
-        found = planner.window(4 * prepared.in_flight[0])
+        found = planner.window(4 * in_flight[0])
         if not found:
             break
         positions += found

@@ -51,6 +51,13 @@ class _Snapshot:
     kind: str
 
 
+@dataclass(frozen=True)
+class _Finished:
+    """Nothing follows; ``signal`` has stopped the replica, if not None."""
+
+    signal: int | None
+
+
 class RemoteRecorder:
     """Recorder of a replica that does not write: everything goes to rank 0."""
 
@@ -88,9 +95,9 @@ class RemoteExporter:
         if entry.kind != "keep":
             self._cadence.wrote(adapter.config.name, time.monotonic() - start)
 
-    def finish(self) -> None:
-        """Say that nothing follows."""
-        self._control.report(None)
+    def finish(self, signal: int | None) -> None:
+        """Say that nothing follows, and which signal has stopped the replica, if any."""
+        self._control.report(_Finished(signal))
 
 
 def first_stage(
@@ -145,7 +152,7 @@ def lead_replica(job: Job, seat: Seat, on_step: OnStep | None, requests: Request
     exporter = RemoteExporter(world, Collector(seat.stages), cadence)
     worker, windows = first_stage(job, seat, world.next(), RemoteRecorder(world), exporter, on_step, requests, cadence)
     worker.run(windows)
-    exporter.finish()
+    exporter.finish(requests.signal)
     if seat.stages:
         seat.stages.gather_objects(worker.executor.timeline)
 
@@ -159,11 +166,14 @@ def hand_over(control: Control, rank: int, adapters: Sequence[AdapterRun]) -> No
 
 def receive_all(
     control: Control, rank: int, adapters: Sequence[AdapterRun], recorder: Recorder, exporter: Exporter
-) -> None:
-    """On rank 0, in a thread of its own: write what the replica led by ``rank`` reports, until it has finished."""
+) -> int | None:
+    """On rank 0, in a thread of its own: write what the replica led by ``rank`` reports, until it has finished.
+
+    Returns the signal that has stopped it, of which this rank may not have heard yet.
+    """
     by_name = {adapter.config.name: adapter for adapter in adapters}
     by_index = {adapter.index: adapter for adapter in adapters}
-    while (message := control.receive(rank)) is not None:
+    while not isinstance(message := control.receive(rank), _Finished):
         if isinstance(message, _Start):
             adapter = by_name[message.adapter]
             adapter.state = "training"
@@ -179,6 +189,7 @@ def receive_all(
             adapter, record = by_index[message.adapter], message.record
             adapter.state, adapter.reason = record.state, record.reason
             exporter.write(adapter, record, message.kind, control.receive_tensors(rank))
+    return message.signal
 
 
 def _to_travel(adapter: AdapterRun) -> AdapterRun:

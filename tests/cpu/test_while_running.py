@@ -15,7 +15,8 @@ import pytest
 import mlora
 from mlora import UserError, cli
 from mlora.engine import inbox, leader
-from mlora.engine.inbox import leave_adapters, leave_stop
+from mlora.engine.inbox import Inbox, leave_adapters, leave_stop
+from mlora.engine.output import ADDED, INBOX
 from mlora.engine.status import read_status, status_table
 from tests.cpu.runs import config, outcome, write_rows
 
@@ -369,3 +370,24 @@ def test_what_was_left_just_before_a_signal_is_taken_when_the_run_goes_on(tmp_pa
     join()
     alone = mlora.train(config(model, adapters[1:2], tmp_path / "alone"))
     assert not outcome(alone, "b").differences(outcome(ended, "b"))
+
+
+def test_an_error_of_the_run_does_not_wait_for_data_that_are_being_added(tmp_path, adapters):
+    for folder in (INBOX, ADDED):
+        (tmp_path / folder).mkdir(parents=True)
+    (tmp_path / INBOX / "add-a.json").write_text(json.dumps(adapters[0]))
+    reading, enough = threading.Event(), threading.Event()
+
+    def reads_long(*_):
+        reading.set()
+        enough.wait(10)
+        raise UserError("empty")
+
+    before = time.monotonic()
+    with pytest.raises(ZeroDivisionError), Inbox(tmp_path, [], reads_long, list.append, list.append):
+        assert reading.wait(DEADLINE_S)
+        before = time.monotonic()
+        raise ZeroDivisionError
+    took = time.monotonic() - before
+    enough.set()
+    assert took < 5

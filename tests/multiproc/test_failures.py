@@ -170,7 +170,7 @@ def test_kill_of_the_launcher_ends_all_ranks(endless, tmp_path):
         assert sorted(ranks) == [0, 1]
         os.kill(run.process.pid, signal.SIGKILL)
         run.wait_until_gone(list(ranks.values()))
-    assert re.search(r"the store is gone", run.text), run.text
+    assert re.fullmatch(r"rank [01]: stopped: rank [01] on \S+ failed: its launcher has ended", run.last_line), run.text
 
 
 def test_torchruns_report_names_the_root_cause(endless, tmp_path):
@@ -209,6 +209,54 @@ def test_an_exception_on_another_rank_is_shown_with_its_traceback(endless, tmp_p
         assert run.wait(ENDED_S) == 1
     assert "Traceback" in run.text and "in breaks" in run.text, run.text
     assert re.fullmatch(rf"mlora: rank 2 on \S+ failed: {error}", run.last_line), run.text
+
+
+@pytest.mark.parametrize(
+    "owner, name",
+    [
+        ("mlora.pipeline.stage.Stage", "backward"),  # the first replica's own work, while the second goes on
+        ("mlora.engine.leader", "receive_all"),  # writing what the second replica reports, while the first goes on
+        ("mlora.engine.exporter", "write_checkpoint"),  # behind the stream
+    ],
+)
+def test_an_exception_on_the_first_rank_ends_all_replicas(endless, tmp_path, owner, name):
+    code = f"""
+        import pkgutil
+        def breaks(*_):
+            raise AssertionError("out of turn")
+        setattr(pkgutil.resolve_name({owner!r}), {name!r}, breaks)
+    """
+    config = endless | {"save_steps": 3, "pipeline": {"replicas": 2}}
+    environment = injected(tmp_path / "py", code, rank=0)
+    with started(config, tmp_path / "run", "--nproc", "2", environment=environment) as run:
+        assert run.wait(ENDED_S) == 1
+    assert "in breaks" in run.text, run.text
+    assert re.fullmatch(r"mlora: rank 0 on \S+ failed: AssertionError: out of turn", run.last_line), run.text
+
+
+def test_a_signal_that_the_first_rank_has_not_heard_yet_counts(endless, tmp_path):
+    """The first replica has ended, the second is stopped, and the wish travels with the heartbeats."""
+    code = """
+        import time
+        from mlora.pipeline.stage import Stage
+        from mlora.pipeline.transport.liveness import Liveness
+        Liveness.__init__.__kwdefaults__.update(beat_s=30.0)
+        forward = Stage.forward
+        def slow(self, *arguments):
+            time.sleep(0.2 * (os.environ["RANK"] == "1"))
+            return forward(self, *arguments)
+        Stage.forward = slow
+    """
+    adapters = [endless["adapters"][0] | {"max_steps": 150}, endless["adapters"][1] | {"max_steps": 100}]
+    config = endless | {"adapters": adapters, "pipeline": {"replicas": 2}}
+    environment = injected(tmp_path / "py", code)
+    with started(config, tmp_path / "run", "--nproc", "2", environment=environment) as run:
+        while "a  checkpoint of step 150" not in run.text:
+            assert run.process.poll() is None, run.text
+            time.sleep(0.1)
+        os.kill(run.ranks()[1], signal.SIGTERM)
+        assert run.wait(ENDED_S) == 128 + signal.SIGTERM, run.text
+    assert "b  stopped: by a signal" in run.text
 
 
 def test_a_microbatch_that_another_rank_cannot_compute_costs_its_adapters_not_the_run(short, tmp_path):

@@ -92,10 +92,16 @@ def test_conformance(stages, names):
     assert sorted(passed) == sorted((rank, name) for rank in range(stages) for name in names)
 
 
-def test_a_message_leaves_when_it_is_called_for():
+@pytest.fixture
+def pair():
+    """Both ends of a pipeline of two stages."""
     store = dist.HashStore()
     with ThreadPoolExecutor(2) as pool:
-        first, last = pool.map(lambda r: distributed.distributed_transport(store, range(2), r, "cpu", "nccl"), range(2))
+        return list(pool.map(lambda r: distributed.distributed_transport(store, range(2), r, "cpu", "nccl"), range(2)))
+
+
+def test_a_message_leaves_when_it_is_called_for(pair):
+    first, last = pair
     left = [GlooAsNccl.left]
     pending = last.receive(Direction.FORWARD, [Spec((3,), torch.float32)])
     first.send(Direction.FORWARD, [torch.ones(3)], note="sent")
@@ -108,3 +114,50 @@ def test_a_message_leaves_when_it_is_called_for():
     last.close()
     assert received.tolist() == [1, 1, 1]
     assert left == [left[0], left[0], left[0] + 1]
+
+
+def test_a_message_is_called_for_when_there_is_room_for_it(pair, monkeypatch):
+    """Making room may wait until the device is idle, and a message that has left keeps the sender's busy."""
+    first, last = pair
+    left = GlooAsNccl.left
+
+    def full(*args, **kwargs):
+        raise torch.OutOfMemoryError("no room")
+
+    pending = last.receive(Direction.FORWARD, [Spec((3,), torch.float32)])
+    first.send(Direction.FORWARD, [torch.ones(3)])
+    assert pending.note == ""
+    with monkeypatch.context() as patch, pytest.raises(torch.OutOfMemoryError):
+        patch.setattr(torch, "empty", full)
+        pending.wait()
+    time.sleep(0.1)
+    assert GlooAsNccl.left == left
+    first.abort()
+    last.abort()
+
+
+def test_what_keeps_a_message_from_leaving_is_raised(pair, monkeypatch):
+    first, last = pair
+    errors = []
+
+    def broken(*args):
+        raise RuntimeError("an illegal memory access")
+
+    def catching(call):
+        try:
+            call()
+        except RuntimeError as error:
+            errors.append(str(error))
+
+    monkeypatch.setattr(Stream, "wait_event", broken)
+    pending = last.receive(Direction.FORWARD, [Spec((3,), torch.float32)])
+    first.send(Direction.FORWARD, [torch.ones(3)])
+    waiting, closing = (
+        threading.Thread(target=catching, args=(call,), daemon=True) for call in (pending.wait, first.close)
+    )
+    waiting.start()
+    closing.start()
+    closing.join(5)
+    assert errors == ["an illegal memory access"]
+    first.abort()
+    last.abort()

@@ -238,9 +238,9 @@ class NcclLink:
         """Receive the first message that is due, beside whatever the current stream still does."""
         pending = self._due.popleft()
         pending.notice.wait()
-        self._calls.send([])
         with torch.cuda.stream(self._stream):
             message = tuple(torch.empty(spec.shape, dtype=spec.dtype, device=self._device) for spec in pending.specs)
+            self._calls.send([])  # behind the allocation, which may wait for an idle device
             self._wait_for(self._post(self._group.recv, message))
         self._stream.synchronize()
         self.check()
@@ -277,7 +277,7 @@ class NcclLink:
             with torch.cuda.stream(self._stream):
                 self._stream.wait_event(made)
                 posted.set_result(self._post(self._group.send, message))
-        except TransportError as error:
+        except Exception as error:  # whoever sends or closes next raises it
             posted.set_exception(error)
 
     def _connect(self, side: int) -> None:

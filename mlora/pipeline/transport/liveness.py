@@ -19,8 +19,10 @@ import time
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from types import TracebackType
+from typing import TypeVar
 
 import torch.distributed as dist
 
@@ -28,6 +30,8 @@ from mlora.pipeline.transport.base import TransportError
 from mlora.pipeline.transport.board import Board, Failure
 from mlora.types import UserError
 
+T = TypeVar("T")
+_STORE_GONE = Failure(rank=0, host="", reason="its process or host has ended, the store is gone", consequence=True)
 _START_S = 300.0  # a rank may start this much after another: importing torch from a cold disk takes minutes
 
 
@@ -65,6 +69,7 @@ class Liveness:
         self._launched, self._parent = "TORCHELASTIC_RUN_ID" in os.environ, os.getppid()
         self._stop = threading.Event()
         self._store, self._board = store, Board(store)
+        self._lost = False  # whether the store was found to be gone; torch logs every call from then on, at length
         self._on_asked: Callable[[str], None] | None = None
         self._seen = 0  # wishes that were passed on
         self._board.set_host(rank, self._host)
@@ -90,7 +95,7 @@ class Liveness:
 
     def ask(self, what: str) -> None:
         """Put a wish before all ranks, this one too: they hear of it within ``beat_s`` seconds. From any thread."""
-        _unless_gone(lambda: Board(self._store).ask(what))
+        self._unless_lost(lambda: Board(self._store).ask(what))
 
     def has_failed(self) -> bool:
         """Whether a rank has failed: known here, or because torchrun has lost a process on this host. Any thread."""
@@ -99,7 +104,8 @@ class Liveness:
     def leave_word(self, reason: str) -> None:
         """Tell the others, within ``beat_s`` seconds, why this rank ends: those on other hosts only see it go."""
         failure = Failure(rank=self._rank, host=self._host, reason=reason, consequence=True)
-        report = threading.Thread(target=_unless_gone, args=(lambda: Board(self._store).report(failure),), daemon=True)
+        tell = partial(self._unless_lost, lambda: Board(self._store).report(failure))
+        report = threading.Thread(target=tell, daemon=True)
         report.start()
         report.join(self._beat_s)
 
@@ -111,8 +117,9 @@ class Liveness:
         """
         try:
             self._mark_finished()
-        except RuntimeError as error:
-            self._claim(_store_gone(error))
+        except RuntimeError:
+            self._lost = True
+            self._claim(_STORE_GONE)
         if self._known is not None:
             self._arm_exit()
             self._show_first()
@@ -128,7 +135,7 @@ class Liveness:
         if self._claim(failure) or not failure.consequence:
             if failure.trace:  # a user's mistake is one line, the last
                 self._print(failure.reason)
-            _unless_gone(lambda: self._board.report(failure))
+            self._unless_lost(lambda: self._board.report(failure))
         self._abort()
         self._show_first()
 
@@ -181,9 +188,10 @@ class Liveness:
                 self._pass_on(board)
                 self._last_round = time.monotonic()
                 self._stop.wait(self._beat_s)
-        except RuntimeError as error:
+        except RuntimeError:
             if not self._stop.is_set():
-                self._notice(_store_gone(error))
+                self._lost = True
+                self._notice(_STORE_GONE)
 
     def _pass_on(self, board: Board) -> None:
         """Wishes that nobody here takes yet are kept."""
@@ -194,11 +202,15 @@ class Liveness:
 
     def _orphaned(self, board: Board) -> Failure | None:
         """A Failure, also reported, if torchrun on this host is gone: nobody would end this process or see its end."""
+        failure = self._orphan()
+        if failure is not None:
+            board.report(failure)
+        return failure
+
+    def _orphan(self) -> Failure | None:
         if not self._launched or os.getppid() == self._parent:
             return None
-        failure = Failure(rank=self._rank, host=self._host, reason="its launcher has ended")
-        board.report(failure)
-        return failure
+        return Failure(rank=self._rank, host=self._host, reason="its launcher has ended")
 
     def _silent_peer(self, board: Board, heard: dict[int, tuple[int, float]]) -> Failure | None:
         """Look at all peers' counts; a Failure, also reported, for one that is silent too long and has not finished."""
@@ -257,18 +269,28 @@ class Liveness:
         self._code = failure.code
         if failure.trace and not failure.consequence and self._rank in (0, failure.rank):
             self._print(failure.trace.rstrip())
-        _unless_gone(lambda: self._board.mark("shown", self._rank))  # before the line: torch logs a lost store
+        self._unless_lost(lambda: self._board.mark("shown", self._rank))  # before the line: torch logs a lost store
         tell_launcher(failure.line)
         self._print(f"stopped: {failure.line}")
         if self._rank == 0:
-            _unless_gone(lambda: self._board.all_marked("shown", others, 3 * self._beat_s))
+            self._unless_lost(lambda: self._board.all_marked("shown", others, 3 * self._beat_s))
 
     def _first_failure(self) -> Failure:
+        """The run's; without a store what is known here, and who has taken the store with it."""
         assert self._known is not None
-        try:
-            return self._board.first_failure(self._beat_s) or self._known
-        except RuntimeError as error:
-            return _store_gone(error) if self._known.consequence else self._known
+        found = self._unless_lost(lambda: self._board.first_failure(self._beat_s))
+        if self._lost and self._known.consequence:
+            return self._orphan() or _STORE_GONE
+        return found or self._known
+
+    def _unless_lost(self, call: Callable[[], T]) -> T | None:
+        """The call's result; None when the store is gone: there is then nobody to tell or to hear."""
+        if not self._lost:
+            try:
+                return call()
+            except RuntimeError:
+                self._lost = True
+        return None
 
     def _print(self, text: str) -> None:
         sys.stderr.write(f"rank {self._rank}: {text}\n")
@@ -294,14 +316,3 @@ def _a_sibling_is_gone() -> bool:
         with suppress(OSError):  # a process that has just gone, or a zombie, which has no environment left
             alive += b"LOCAL_RANK=" in Path(f"/proc/{child}/environ").read_bytes()
     return alive < int(os.environ["LOCAL_WORLD_SIZE"])
-
-
-def _unless_gone(call: Callable[[], object]) -> None:
-    """Call, or do nothing when the store is gone: there is then nobody to tell."""
-    with suppress(RuntimeError):
-        call()
-
-
-def _store_gone(error: RuntimeError) -> Failure:
-    text = " ".join(str(error).split())[:200]
-    return Failure(rank=0, host="", reason=f"its process or host has ended, the store is gone: {text}")
