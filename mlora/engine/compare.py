@@ -16,6 +16,7 @@ from mlora.config import DatasetConfig
 from mlora.engine.output import CHECKPOINTS, METRICS
 from mlora.engine.status import read_status
 from mlora.files import readable
+from mlora.pipeline.schedule import colour
 from mlora.types import UserError
 
 _UNTOLD = ("name",)  # keys of an adapter that differ always
@@ -176,12 +177,12 @@ def draw(curves: Sequence[Curve]) -> bytes:
     figure = Figure(figsize=(_INCH[0], _INCH[1] + 0.2 * lines), layout="constrained")
     loss, rate, speed = figure.subplots(3, sharex=True, height_ratios=(2, 1, 1))
     for i, curve in enumerate(curves):
-        style = ("-", "--", "-.")[i // 10 % 3]  # matplotlib's colours repeat after ten
-        mark = "." if sum(map(math.isfinite, curve.losses)) == 1 else ""
-        (line,) = loss.plot(curve.steps, curve.losses, style, label=curve.name, marker=mark)
-        loss.plot(curve.eval_steps, curve.eval_losses, ":", color=line.get_color(), marker="o", markersize=3)
-        rate.plot(curve.steps, curve.rates, style, marker=mark)
-        speed.plot(curve.steps, curve.speeds, style, marker=mark)
+        style = ("-", "--", "-.")[i // 10 % 3]  # of so many, hues come close to each other
+        look = {"color": colour(i, 0.45), "marker": "." if sum(map(math.isfinite, curve.losses)) == 1 else ""}
+        loss.plot(curve.steps, curve.losses, style, label=curve.name, **look)
+        loss.plot(curve.eval_steps, curve.eval_losses, ":", color=look["color"], marker="o", markersize=3)
+        rate.plot(curve.steps, curve.rates, style, **look)
+        speed.plot(curve.steps, curve.speeds, style, **look)
     dotted = "   (dotted: held out)" if any(curve.eval_steps for curve in curves) else ""
     for axes, label in ((loss, f"loss{dotted}"), (rate, "learning rate"), (speed, "tokens/s")):
         axes.set_ylabel(label)

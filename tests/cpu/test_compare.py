@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import io
 import json
 from dataclasses import replace
 
 import pytest
+from PIL import Image
 
 from mlora import cli
-from mlora.engine.compare import differences, read_curves
+from mlora.engine.compare import differences, draw, read_curves
+from mlora.pipeline.schedule import colour
 from tests.cpu.runs import run, write_rows
 from tests.cpu.tiny import save_tiny
 
@@ -110,3 +113,9 @@ def test_mistakes(runs, tmp_path, capsys):
     assert "holds no run" in capsys.readouterr().err
     assert cli.main(["compare", str(runs[0] / "one"), str(runs[0] / "one")]) == 2
     assert "is given twice" in capsys.readouterr().err
+
+
+def test_an_adapters_colour_is_that_of_the_timeline(runs):
+    picture = Image.open(io.BytesIO(draw(read_curves([runs[0] / "one"])))).convert("RGB")
+    drawn = {f"#{r:02x}{g:02x}{b:02x}" for _, (r, g, b) in picture.getcolors(1 << 24)}
+    assert colour(0, 0.45) in drawn and colour(1, 0.45) in drawn

@@ -3,7 +3,7 @@
 from mlora.pipeline.schedule.actions import Action, parse
 from mlora.pipeline.schedule.checker import ScheduleError, check
 from mlora.pipeline.schedule.deps import deps, edges
-from mlora.pipeline.schedule.picture import chrome_trace, svg
+from mlora.pipeline.schedule.picture import chrome_trace, colour, svg
 from mlora.pipeline.schedule.planner import Evaluation, NextStep, Planner
 from mlora.pipeline.schedule.rows import StageRow, drain, in_flight, rows
 from mlora.pipeline.schedule.simulator import CostModel, simulate
@@ -27,6 +27,7 @@ __all__ = [
     "busy_shares",
     "check",
     "chrome_trace",
+    "colour",
     "deps",
     "drain",
     "edges",

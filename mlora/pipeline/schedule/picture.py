@@ -84,8 +84,8 @@ def _adapters(timeline: Sequence[Timed]) -> list[int]:
     return sorted({segment.adapter for microbatch in microbatches for segment in microbatch.segments})
 
 
-def _colour(adapter: int, lightness: float) -> str:
-    """Hues a golden angle apart, so that any first few adapters look different."""
+def colour(adapter: int, lightness: float) -> str:
+    """Of an adapter in every picture: hues a golden angle apart, so that any first few look different."""
     rgb = colorsys.hls_to_rgb((0.58 + adapter * 0.618034) % 1, lightness, 0.62)
     return "#" + "".join(f"{round(255 * part):02x}" for part in rgb)
 
@@ -109,7 +109,7 @@ def _box(timed: Timed, x: float, width: float) -> str:
     for segment in microbatch.segments:
         height = _LANE * (segment.stop - segment.start) / microbatch.tokens
         top = y + _LANE * segment.start / microbatch.tokens
-        fill, edge = _colour(segment.adapter, lightness), _colour(segment.adapter, 0.4)
+        fill, edge = colour(segment.adapter, lightness), colour(segment.adapter, 0.4)
         stroke = f' stroke="{edge}" stroke-dasharray="3 2"' if action.kind == "E" else ""
         parts.append(
             f'<rect x="{x:.1f}" y="{top:.1f}" width="{width:.1f}" height="{height:.1f}" fill="{fill}"{stroke}/>'
@@ -126,7 +126,7 @@ def _step_mark(timed: Timed, x: float, width: float) -> str:
     assert step is not None
     y = _y(timed.action.stage) + _LANE + 2
     title = f"<title>{timed.action}: {timed.start:.6g} s</title>"
-    return f'<path d="M{x:.1f} {y}l4 8h-8z" fill="{_colour(step.adapter, 0.4)}">{title}</path>'
+    return f'<path d="M{x:.1f} {y}l4 8h-8z" fill="{colour(step.adapter, 0.4)}">{title}</path>'
 
 
 def _axis(span: float, scale: float, y: int, unit: str) -> list[str]:
@@ -154,7 +154,7 @@ def _legend(adapters: Sequence[int], names: Mapping[int, str], width: float, y: 
         if x + needed > width and x > _LEFT:
             x, y = float(_LEFT), y + 18
         for shift, kind in enumerate("FB"):
-            fill = _colour(adapter, _LIGHTNESS[kind])
+            fill = colour(adapter, _LIGHTNESS[kind])
             parts.append(f'<rect x="{x + 8 * shift:.1f}" y="{y - 10}" width="8" height="11" fill="{fill}"/>')
         parts.append(_text(x + 21, y, name))
         x += needed
