@@ -82,11 +82,9 @@ def carry_added(source: Path, output_dir: Path) -> None:
 
     Raises UserError where the disk does not take it.
     """
-    try:
+    with writable(f"output_dir: {output_dir / ADDED}"):
         for path in (source / ADDED).glob("*.json"):
             shutil.copyfile(path, output_dir / ADDED / path.name)
-    except OSError as error:
-        raise UserError(f"output_dir: {output_dir / ADDED} cannot be written: {error.strerror}") from None
 
 
 def changed_keys(adapter: AdapterConfig) -> dict[str, Any]:
