@@ -112,8 +112,9 @@ def ours(case: Case, tensors: Tensors) -> Step:
             b_RO=b_RO,
             grad_b_RO=grad_b_RO,
             key=key_for(slot, "one"),
+            scaling=SCALING,
         )
-        group = LoraGroup(a_RD=a_RD, grad_a_RD=grad_a_RD, parts=(part,), scaling=SCALING, dropout=case.dropout)
+        group = LoraGroup(a_RD=a_RD, grad_a_RD=grad_a_RD, parts=(part,), dropout=case.dropout)
         bank.put(slot, group)
         grads += [grad_a_RD, grad_b_RO]
     routing = route(Microbatch(0, segments, case.rows), tensors.weight_OD.device)

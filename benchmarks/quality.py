@@ -1,4 +1,5 @@
-"""Evaluation loss after training on bases in 16 bits, NF4 (double quantised), int8 and FP8: three seeds of every task.
+"""Evaluation loss after training on bases in bfloat16 (dense), float16, NF4 (double quantised), int8 and FP8: three seeds
+of every task.
 
     python benchmarks/quality.py MODEL gsm8k.jsonl alpaca.json chats.json --out quality.jsonl
     python benchmarks/quality.py MODEL rows.jsonl --device cpu --bases dense nf4 int8 --steps 2 --rows 20 --seeds 0 1
@@ -27,6 +28,7 @@ from mlora.types import UserError
 
 BASES: dict[str, dict[str, Any]] = {
     "dense": {},
+    "float16": {"dtype": "float16"},
     "nf4": {"quantization": "nf4", "double_quantization": True},
     "int8": {"quantization": "int8"},
     "fp8": {"quantization": "fp8"},
