@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -28,7 +29,7 @@ from tests.kernels.lora_cases import bank_of, products_of_dy, routing_of
 D, INNER, HEADS = 4096, 14336, Heads(query=32, key_value=8, size=128)
 QKV, OUT, GATE_UP, DOWN = (4096, 1024, 1024), (D,), (INNER, INNER), (D,)
 LINEARS = (("qkv", QKV, D), ("o", OUT, D), ("gate_up", GATE_UP, D), ("down", DOWN, INNER))
-PARTS = ["products", "elementwise", "attention", "frozen", "border", "loss"]
+PARTS = ["products", "elementwise", "attention", "frozen", "cut", "border", "loss"]
 BF16 = torch.bfloat16
 
 
@@ -99,6 +100,23 @@ class Cases:
             show(f"frozen {name} y", lambda x=x, w=w: torch.nn.functional.linear(x, w), 0, 2 * x.numel() * w.shape[0])
             show(f"frozen {name} dx", lambda y=y, w=w: y @ w, 0, 2 * x.numel() * w.shape[0])
 
+    def cut(self) -> None:
+        """The frozen products in parts, by rows or by columns, and with the weight stored the other way round."""
+        for name, widths, in_width in LINEARS:
+            x, w = random(self.rows, in_width), random(sum(widths), in_width)
+            y = x @ w.T
+            turned = w.T.contiguous().T
+            for direction, rows, columns, other, out in (("y", x, w.T, turned.T, y), ("dx", y, w, turned, x)):
+                ways = {
+                    "as it is": [(rows, columns, out)],
+                    "by rows": [(a, columns, o) for a, o in zip(rows.chunk(2), out.chunk(2), strict=True)],
+                    "by columns": [(rows, b, o) for b, o in zip(columns.chunk(2, 1), out.chunk(2, 1), strict=True)],
+                    "turned": [(rows, other, out)],
+                }
+                for way, parts in ways.items():
+                    work = partial(multiply, parts)
+                    show(f"{name} {direction} {way}", work, 0, 2 * x.numel() * len(w))
+
     def border(self) -> None:
         """The other way: 16 more columns of the weight for each adapter, B in them for y, A for dx."""
         extra = 16 * len(self.adapters)
@@ -116,6 +134,11 @@ class Cases:
         weights = torch.full((self.rows,), 1e-3, device="cuda", dtype=torch.float64)
         flops = 4 * hidden.numel() * len(head)
         show("cross-entropy", lambda: linear_cross_entropy(hidden, head, labels, weights), 0, flops)
+
+
+def multiply(parts: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]) -> None:
+    for rows, columns, out in parts:
+        torch.mm(rows, columns, out=out)
 
 
 def show(name: str, work: Callable[[], object], bytes_: int, flops: int = 0) -> None:

@@ -1,5 +1,6 @@
-"""Evaluation loss after training on bases in bfloat16 (dense), float16, NF4 (double quantised), int8 and FP8: three seeds
-of every task.
+"""Evaluation loss after training on bases in 16 bits (dense: bfloat16), NF4 (double quantised), int8 and FP8.
+
+Three seeds of every task:
 
     python benchmarks/quality.py MODEL gsm8k.jsonl alpaca.json chats.json --out quality.jsonl
     python benchmarks/quality.py MODEL rows.jsonl --device cpu --bases dense nf4 int8 --steps 2 --rows 20 --seeds 0 1
