@@ -248,6 +248,41 @@ class Measured:
     sent: list[int]
 
 
+def run_config(row: Row, microbatches: int, device: torch.device, options: argparse.Namespace) -> RunConfig:
+    """A run of about so many full microbatches."""
+    tokens = row.jobs * row.samples * (row.shortest + row.longest) / 2  # of a step of each
+    steps = max(1, round(microbatches * options.microbatch_tokens / tokens))
+    defaults = {"r": R, "lora_alpha": ALPHA, "learning_rate": RATE, "max_grad_norm": MAX_NORM}
+    tree = {
+        "base_model": "none",
+        "device": device.type,
+        "microbatch_tokens": options.microbatch_tokens,
+        "pipeline": {"in_flight": options.in_flight},
+        "save_steps": 1_000_000_000,
+        "defaults": defaults | {"per_device_train_batch_size": row.samples, "max_steps": steps},
+        "adapters": [{"name": str(job), "dataset": "none", "seed": job} for job in range(row.jobs)],
+    }
+    return parse_config(tree)
+
+
+def flights(row: Row, config: RunConfig, stages: int, floor: int) -> tuple[int, ...]:
+    """Microbatches in flight on each stage, as the engine chooses."""
+    step_rows = [row.samples * (row.shortest + row.longest) / 2] * row.jobs
+    return in_flight(stages, config.pipeline.in_flight or in_flight_factor(config, stages, step_rows, floor))
+
+
+def adapter_runs(row: Row, config: RunConfig, spec: ModelSpec) -> list[AdapterRun]:
+    return [
+        AdapterRun(
+            index=index,
+            config=adapter,
+            data=RandomData(row, row.samples * adapter.max_steps, spec.vocab_size, index),  # type: ignore[arg-type]
+            targets=match_targets(adapter, spec.num_layers),
+        )
+        for index, adapter in enumerate(config.adapters)
+    ]
+
+
 class Pipeline:
     """This process's stage of the engine. The adapters join once and are trained on in every later stream."""
 
@@ -285,10 +320,8 @@ class Pipeline:
         self._control.close()
 
     def _stream(self, row: Row, microbatches: int) -> Measured:
-        config = self._config(row, microbatches)
-        rows = row.samples * (row.shortest + row.longest) / 2
-        factor = in_flight_factor(config, self._world.size, [rows] * row.jobs, row_bucket(self._device, self._dtype)(1))
-        flight = in_flight(self._world.size, config.pipeline.in_flight or factor)
+        config = run_config(row, microbatches, self._device, self._options)
+        flight = flights(row, config, self._world.size, row_bucket(self._device, self._dtype)(1))
         coordinator = self._coordinator(row, config, flight) if self._world.rank == 0 else None
         executor = Executor(self._stage, self._transport, flight, self._layers, self._meet, coordinator)
         planned: list[Position] = []
@@ -305,33 +338,9 @@ class Pipeline:
         timeline = [timed for part, _ in parts for timed in part]
         return Measured(positions=planned, flight=flight, timeline=timeline, sent=[sent for _, sent in parts])
 
-    def _config(self, row: Row, microbatches: int) -> RunConfig:
-        tokens = row.jobs * row.samples * (row.shortest + row.longest) / 2  # of a step of each
-        adapters = [{"name": str(job), "dataset": "none", "seed": job} for job in range(row.jobs)]
-        steps = max(1, round(microbatches * self._options.microbatch_tokens / tokens))
-        defaults = {"r": R, "lora_alpha": ALPHA, "learning_rate": RATE, "max_grad_norm": MAX_NORM}
-        tree = {
-            "base_model": "none",
-            "device": self._device.type,
-            "microbatch_tokens": self._options.microbatch_tokens,
-            "pipeline": {"in_flight": self._options.in_flight},
-            "save_steps": 1_000_000_000,
-            "defaults": defaults | {"per_device_train_batch_size": row.samples, "max_steps": steps},
-            "adapters": adapters,
-        }
-        return parse_config(tree)
-
     def _coordinator(self, row: Row, config: RunConfig, flight: tuple[int, ...]) -> Coordinator:
-        adapters = [
-            AdapterRun(
-                index=index,
-                config=adapter,
-                data=RandomData(row, row.samples * adapter.max_steps, self._spec.vocab_size, index),  # type: ignore[arg-type]
-                targets=match_targets(adapter, self._spec.num_layers),
-            )
-            for index, adapter in enumerate(config.adapters)
-        ]
         recorder = Recorder(Path(os.devnull), lambda: None, Loggers((), Path(os.devnull)))
+        adapters = adapter_runs(row, config, self._spec)
         return Coordinator(config, adapters, flight, recorder, None, Requests(), Cadence(config))
 
     def _meet(self, entry: Entry) -> None:
@@ -375,9 +384,9 @@ def summary(fit: Measured, streams: Sequence[Measured]) -> Result:
         "bubble": [bubble_between(stream, stream.timeline) for stream in streams],
         "predicted_bubble": bubble_between(fit, predicted),
         "busy": [busy_shares(stream.timeline) for stream in streams],
-        "forward_ms": [_median_ms(streams, "F", stage) for stage in range(boundaries + 1)],
-        "backward_ms": [_median_ms(streams, "B", stage) for stage in range(boundaries + 1)],
-        "step_ms": [_median_ms(streams, "STEP", stage) for stage in range(boundaries + 1)],
+        "forward_ms": [median_ms(streams, "F", stage) for stage in range(boundaries + 1)],
+        "backward_ms": [median_ms(streams, "B", stage) for stage in range(boundaries + 1)],
+        "step_ms": [median_ms(streams, "STEP", stage) for stage in range(boundaries + 1)],
         "sent": streams[-1].sent,
     }
 
@@ -386,7 +395,7 @@ def _spread(numbers: Sequence[int]) -> tuple[int, float, int]:
     return min(numbers), statistics.median(numbers), max(numbers)
 
 
-def _median_ms(streams: Sequence[Measured], kind: str, stage: int) -> float:
+def median_ms(streams: Sequence[Measured], kind: str, stage: int) -> float:
     own = [t for stream in streams for t in stream.timeline if (t.action.kind, t.action.stage) == (kind, stage)]
     return 1e3 * statistics.median(timed.stop - timed.start for timed in own)
 
@@ -576,10 +585,7 @@ def child(options: argparse.Namespace) -> None:
     assert world is not None, "--child is for processes that torchrun started"
     device = own_device(choose_device(options.device), world)
     torch.manual_seed(world.rank)
-    config = LlamaConfig(**SHAPES[options.shape] | ({"num_hidden_layers": options.layers} if options.layers else {}))
-    with tempfile.TemporaryDirectory() as folder:
-        config.save_pretrained(folder)
-        spec = load_spec(Path(folder))
+    config, spec = shape_of(options)
     way = options.rows[0].way
     if way == "mlora":
         pipeline = Pipeline(spec, world, device, options)
@@ -594,6 +600,14 @@ def child(options: argparse.Namespace) -> None:
         report(result if world.rank == 0 else None)
     dist.barrier()
     dist.destroy_process_group()
+
+
+def shape_of(options: argparse.Namespace) -> tuple[LlamaConfig, ModelSpec]:
+    layers = {"num_hidden_layers": options.layers} if options.layers else {}
+    config = LlamaConfig(**SHAPES[options.shape] | layers)
+    with tempfile.TemporaryDirectory() as folder:
+        config.save_pretrained(folder)
+        return config, load_spec(Path(folder))
 
 
 def own_device(device: torch.device, world: World) -> torch.device:

@@ -61,3 +61,11 @@ def test_quality(model, tmp_path):
     options = ["--device", "cpu", "--bases", "dense", "nf4", "--steps", "2", "--seeds", "0", "1"]
     page = benchmark("quality", model, *files, *options)
     assert [len(row) for row in rows_of(page, "one")] == [3, 2], page
+
+
+def test_stages_are_put_together():
+    options = ["--stages", "1", "2", "--microbatch-tokens", "256", "--stream", "6", "--rows", "mlora/4x2x32"]
+    alone, two = rows_of(benchmark("stages", *TINY, *options), "mlora/4x2x32")
+    assert (alone[3], two[3]) == ("2", "1 / 1")
+    assert two[4].count("/") == two[5].count("/") == 1
+    assert min(float(row[6].replace(",", "")) for row in (alone, two)) > 0
