@@ -19,7 +19,7 @@ from mlora.types import MERGED_LINEARS, UserError, module_name
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
 _FLOATS = ("F64", "F32", "F16", "BF16")
-_ITEMSIZE = {"U8": 1, "I8": 1, "F16": 2, "BF16": 2, "F32": 4}  # in which packed weights are stored
+_ITEMSIZE = {"U8": 1, "I8": 1, "F16": 2, "BF16": 2, "F32": 4, "F64": 8}  # in which packed weights are stored
 _EMBEDDING, _NORM, _HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
 _DOWNLOADS = ("model*.safetensors", "*.json", "*.jinja", "tokenizer.model", "merges.txt")
 
@@ -90,8 +90,8 @@ class Checkpoint(Weights):
             return file.get_tensor(name)
 
     def dtype_of(self, name: str) -> str:
-        """The type in which the tensor is stored, by safetensors' name."""
-        return self._entries[name].dtype
+        """The type in which the tensor is stored, by safetensors' name; of a quantised weight, the embedding's."""
+        return self._entries[_EMBEDDING if name.removesuffix(".weight") in self._scales else name].dtype
 
     def files(self) -> dict[str, list[tuple[str, tuple[int, ...], str]]]:
         """Name, shape and stored type of each tensor that the model needs, by the name of the file that holds it.
