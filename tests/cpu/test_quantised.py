@@ -191,13 +191,15 @@ def test_what_transformers_has_stored_loads_as_it_is(model: Path, stored: Callab
     assert all(torch.equal(ours[key], theirs[key]) for key in theirs)
 
 
-def test_four_bits_stored_in_another_dtype_and_with_skipped_modules(model: Path, tmp_path: Path) -> None:
-    config = bnb_config(
-        KINDS["nf4 double"], bnb_4bit_quant_storage=torch.bfloat16, llm_int8_skip_modules=["lm_head", "k_proj"]
-    )
+@pytest.mark.parametrize("storage", [torch.bfloat16, torch.float64])
+def test_four_bits_stored_in_another_dtype_and_with_skipped_modules(
+    model: Path, tmp_path: Path, storage: torch.dtype
+) -> None:
+    skipped = ["lm_head", "k_proj"]
+    config = bnb_config(KINDS["nf4 double"], bnb_4bit_quant_storage=storage, llm_int8_skip_modules=skipped)
     with_bitsandbytes(model, config, torch.bfloat16).save_pretrained(tmp_path)
     name = "model.layers.0.self_attn.q_proj.weight"
-    assert load_file(tmp_path / "model.safetensors")[name].dtype == torch.bfloat16
+    assert load_file(tmp_path / "model.safetensors")[name].dtype == storage
     checkpoint = Checkpoint(tmp_path, load_spec(tmp_path))
     assert checkpoint.stored is not None and len(checkpoint.stored.dense) == 3
     asked = parse_config(tree(model, **KEYS["nf4 double"], quantization_skip_modules=["k_proj"]))
@@ -240,6 +242,17 @@ def test_an_adapter_of_a_stored_base_gives_the_engines_logits_in_peft(
     results = run(tmp_path / "run", stored(name), subject_and_other(tmp_path)[:1])
     config = json.loads((results.adapters["subject"].folder / "adapter_config.json").read_text())
     assert config["base_model_name_or_path"] == str(stored(name))
+    (check,) = verify_run(tmp_path / "run")
+    assert check.ok, check
+
+
+@pytest.mark.parametrize("name", ["nf4 double", "int8"])
+def test_a_base_stored_in_16_bits_and_less_is_verified_in_32(tmp_path: Path, name: str) -> None:
+    """transformers leaves what is not quantised in the stored dtype, and dequantises to it."""
+    with_biases = save_tiny(tmp_path / "model", "qwen2")
+    with_bitsandbytes(with_biases, bnb_config(KINDS[name]), torch.bfloat16).save_pretrained(tmp_path / "stored")
+    tiny_tokenizer().save_pretrained(tmp_path / "stored")
+    run(tmp_path / "run", tmp_path / "stored", subject_and_other(tmp_path)[:1])
     (check,) = verify_run(tmp_path / "run")
     assert check.ok, check
 
