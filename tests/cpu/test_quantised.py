@@ -466,6 +466,22 @@ def test_other_forms_are_refused_by_name_before_anything_is_loaded(
     assert repr(method) in text and "only that of bitsandbytes" in text and "quantization: nf4" in text
 
 
+@pytest.mark.parametrize("names", [("qweight", "qzeros", "scales"), ("weight_packed", "weight_scale")])
+def test_other_forms_of_which_the_configuration_says_nothing_are_told(
+    model: Path, tmp_path: Path, names: tuple[str, ...]
+) -> None:
+    """GPTQ's and AWQ's older files have a quantize_config.json of their own, compressed-tensors' another key."""
+    linear = "model.layers.0.self_attn.q_proj"
+
+    def pack(tensors: dict[str, torch.Tensor]) -> None:
+        del tensors[f"{linear}.weight"]
+        tensors.update({f"{linear}.{name}": torch.zeros(8, 64, dtype=torch.int32) for name in names})
+
+    folder = copied(model, tmp_path / "model", pack)
+    text = refusal(lambda: Checkpoint(folder, load_spec(folder)))
+    assert f"{linear}.{names[0]} stands in the place of {linear}.weight" in text and "quantization: nf4" in text
+
+
 def test_without_bitsandbytes_the_extra_is_named_before_anything_is_loaded(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -564,7 +580,7 @@ def test_quantised_weights_without_a_word_in_the_configuration(stored: Callable[
     config = json.loads((folder / "config.json").read_text())
     del config["quantization_config"]
     (folder / "config.json").write_text(json.dumps(config))
-    assert "has shape" in refusal(lambda: Checkpoint(folder, load_spec(folder)))
+    assert "is stored as U8, which is no float" in refusal(lambda: Checkpoint(folder, load_spec(folder)))
 
 
 def test_a_word_in_the_configuration_without_quantised_weights(
