@@ -76,7 +76,7 @@ from mlora.data.sampler import shares
 from mlora.engine.adapter_run import AdapterRun
 from mlora.engine.cadence import Cadence
 from mlora.engine.coordinator import Coordinator
-from mlora.engine.device import choose_device, choose_dtype, prepare, prepare_for_nccl, row_bucket
+from mlora.engine.device import choose_device, choose_dtype, full_rows, prepare, prepare_for_nccl
 from mlora.engine.layout import first_layers, layer_counts
 from mlora.engine.loggers import Loggers
 from mlora.engine.prepare import in_flight_factor
@@ -265,10 +265,10 @@ def run_config(row: Row, microbatches: int, device: torch.device, options: argpa
     return parse_config(tree)
 
 
-def flights(row: Row, config: RunConfig, stages: int, floor: int) -> tuple[int, ...]:
+def flights(row: Row, config: RunConfig, stages: int, full: int) -> tuple[int, ...]:
     """Microbatches in flight on each stage, as the engine chooses."""
     step_rows = [row.samples * (row.shortest + row.longest) / 2] * row.jobs
-    return in_flight(stages, config.pipeline.in_flight or in_flight_factor(config, stages, step_rows, floor))
+    return in_flight(stages, config.pipeline.in_flight or in_flight_factor(config, stages, step_rows, full))
 
 
 def adapter_runs(row: Row, config: RunConfig, spec: ModelSpec) -> list[AdapterRun]:
@@ -321,7 +321,7 @@ class Pipeline:
 
     def _stream(self, row: Row, microbatches: int) -> Measured:
         config = run_config(row, microbatches, self._device, self._options)
-        flight = flights(row, config, self._world.size, row_bucket(self._device, self._dtype)(1))
+        flight = flights(row, config, self._world.size, full_rows(self._device))
         coordinator = self._coordinator(row, config, flight) if self._world.rank == 0 else None
         executor = Executor(self._stage, self._transport, flight, self._layers, self._meet, coordinator)
         planned: list[Position] = []

@@ -42,7 +42,7 @@ from benchmarks.throughput import RATE, RandomCheckpoint, device_name, table
 from mlora.adapters.state import AdapterState
 from mlora.adapters.targets import match_targets
 from mlora.config import RunConfig
-from mlora.engine.device import choose_device, choose_dtype, prepare, row_bucket
+from mlora.engine.device import choose_device, choose_dtype, full_rows, prepare, row_bucket
 from mlora.engine.layout import first_layers, layer_counts
 from mlora.engine.memory import rows_of
 from mlora.models.decoder import Decoder
@@ -73,7 +73,7 @@ def plan(row: Row, spec: ModelSpec, stages: int, device: torch.device, options: 
     """As the coordinator plans a run whose adapters all begin at once."""
     config = run_config(row, options.stream, device, options)
     bucket = row_bucket(device, choose_dtype("auto", device))
-    flight = flights(row, config, stages, bucket(1))
+    flight = flights(row, config, stages, full_rows(device))
     planner = Planner(rows_of(config), flight, bucket(1), bucket)
     for adapter in adapter_runs(row, config, spec):
         adapter.state = "training"

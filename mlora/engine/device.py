@@ -11,6 +11,7 @@ from mlora.ops.batch_lora import FLOAT32_ROWS
 from mlora.types import UserError, padded
 
 _LEAST_CUDA_ROWS = 1024
+_FULL_CUDA_ROWS = 2048
 
 
 def choose_device(name: str) -> torch.device:
@@ -39,6 +40,14 @@ def row_bucket(device: torch.device, dtype: torch.dtype) -> Callable[[int], int]
     if dtype == torch.float32:
         return lambda rows: padded(max(rows, 1), FLOAT32_ROWS)
     return lambda rows: max(_LEAST_CUDA_ROWS, padded(rows, 256))
+
+
+def full_rows(device: torch.device) -> int:
+    """Rows from which what a microbatch costs by itself (launches, weights read for few rows) no longer counts.
+
+    On one H200 17 layers of Llama-8B's shape take 2 ms + 12 µs a row for F, and as much for B.
+    """
+    return padded(1) if device.type == "cpu" else _FULL_CUDA_ROWS
 
 
 def prepare_for_nccl() -> None:

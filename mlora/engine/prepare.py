@@ -14,7 +14,7 @@ from mlora.config import AdapterConfig, DatasetConfig, RunConfig
 from mlora.data import TokenData, hold_out, join_tokens, open_source, open_tokens
 from mlora.engine.adapter_run import AdapterRun
 from mlora.engine.base import Base, open_base
-from mlora.engine.device import row_bucket
+from mlora.engine.device import full_rows
 from mlora.engine.layout import layer_counts
 from mlora.engine.memory import fitted
 from mlora.engine.warnings import deployment_warnings
@@ -66,9 +66,9 @@ def prepare(config: RunConfig, stages: int, resumable: Collection[str] = (), to_
             print(f"{adapter.name}: is parked: {error}", flush=True)
     if not adapters:
         raise UserError(next(iter(parked.values())))
-    floor = row_bucket(base.device, base.dtype)(1)
     rows = [adapter.config.rows_per_step * float(adapter.data.lengths.mean()) for adapter in adapters]
-    flight = in_flight(stages, config.pipeline.in_flight or in_flight_factor(config, stages, rows, floor))
+    factor = config.pipeline.in_flight or in_flight_factor(config, stages, rows, full_rows(base.device))
+    flight = in_flight(stages, factor)
     prepared = Prepared(
         config=fitted(config, base, layers, flight, adapters),
         base=base,
@@ -103,17 +103,17 @@ def _check_rates(adapter: AdapterRun) -> None:
         )
 
 
-def in_flight_factor(config: RunConfig, stages: int, step_rows: Sequence[float], floor: int) -> int:
+def in_flight_factor(config: RunConfig, stages: int, step_rows: Sequence[float], full: int) -> int:
     """2 microbatches in flight for each of 1F1B's ride out uneven costs, if the other adapters can fill the longer wait
-    between an adapter's steps; otherwise they would only make it longer.
+    between an adapter's steps with microbatches of ``full`` rows; else they make it longer, or each row dearer.
 
     Args:
         step_rows: of a step of each adapter, on average.
-        floor: rows under which a smaller microbatch is no cheaper.
+        full: rows of a microbatch from which its own cost no longer counts.
     """
     active = sorted(step_rows, reverse=True)[: config.max_active]
     samples = (len(active) - 1) * min(adapter.rows_per_step for adapter in config.adapters)
-    others = min(samples, sum(active[1:]) // floor)
+    others = min(samples, sum(active[1:]) // full)
     return 2 if stages > 1 and others >= 2 * stages - 1 else 1
 
 
