@@ -139,7 +139,7 @@ def _parser() -> argparse.ArgumentParser:
     processes.add_argument("--nproc", type=int, metavar="N", help=_NPROC)
     plan = add("plan", _plan, "plan", "show stages, order and predicted bubble, without training")
     plan.add_argument("config", help="a YAML file")
-    plan.add_argument("--stages", type=int, required=True, metavar="S", help="number of stages")
+    plan.add_argument("--stages", type=int, metavar="S", help="number of stages (the file's, or 1)")
     _add_set(plan, "change one key of the file")
     plan.add_argument("--picture", default="plan.svg", metavar="FILE", help="where the picture goes (plan.svg)")
     status = add("status", _status, "status", "show the adapters of a run, live or dead")
@@ -407,7 +407,8 @@ def _init(arguments: argparse.Namespace) -> int:
 
     config = Path(arguments.output)
     names = write_starter([Path(file) for file in arguments.files], config, arguments.base_model)
-    print(f"{config}: {len(names)} adapters, {', '.join(names)}; look it over, then: mlora check {config}")
+    adapters = "1 adapter" if len(names) == 1 else f"{len(names)} adapters"
+    print(f"{config}: {adapters}, {', '.join(names)}; look it over, then: mlora check {config}")
     return _OK
 
 
