@@ -66,11 +66,10 @@ def main(argv: list[str] | None = None) -> int:
         print(f"mlora: {error}", file=sys.stderr)
         return _USER
     except Interrupted as stopped:
-        more = "; --resume auto goes on from the checkpoints" if trains else ""
-        print(f"mlora: interrupted{more}", file=sys.stderr)
+        _say_interrupted("; --resume auto goes on from the checkpoints" if trains else "")
         return 128 + stopped.signal
     except KeyboardInterrupt:
-        print(f"mlora: interrupted{' before the training' if trains else ''}", file=sys.stderr)
+        _say_interrupted(" before the training" if trains else "")
         return _INTERRUPTED
 
 
@@ -96,9 +95,14 @@ def _load(module: str) -> None:
 
 
 def _end(*_: object) -> None:
-    sys.stderr.write("mlora: interrupted\n")
-    sys.stderr.flush()
+    _say_interrupted()
     os._exit(_INTERRUPTED)
+
+
+def _say_interrupted(more: str = "") -> None:
+    """Once a host: each of its processes is interrupted."""
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        print(f"mlora: interrupted{more}", file=sys.stderr, flush=True)
 
 
 def _silence(stream: TextIO) -> None:
