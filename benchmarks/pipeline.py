@@ -413,9 +413,11 @@ def filled(stream: Measured, timeline: Sequence[Timed]) -> tuple[float, float]:
 
 
 def bubble_between(stream: Measured, timeline: Sequence[Timed]) -> float:
+    """nan for a stream so short that its ramps meet."""
     start, stop = filled(stream, timeline)
-    inside = [Timed(t.action, max(t.start, start), min(t.stop, stop)) for t in timeline]
-    return bubble([timed for timed in inside if timed.stop > timed.start])
+    cut = [Timed(t.action, max(t.start, start), min(t.stop, stop)) for t in timeline]
+    inside = [timed for timed in cut if timed.stop > timed.start]
+    return bubble(inside) if inside else float("nan")
 
 
 def rate_between(stream: Measured) -> float:

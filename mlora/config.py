@@ -57,6 +57,7 @@ GRID = {"r": "r", "learning_rate": "lr", "lora_alpha": "alpha"}  # what a grid i
 ROW_SUFFIXES = (".jsonl", ".csv", ".tsv", ".parquet", ".arrow")  # of files that hold rows and never a configuration
 # Keys of transformers and Axolotl for what has another name here.
 _ELSEWHERE = {
+    "bnb_4bit_compute_dtype": "dtype",
     "bnb_4bit_quant_type": "quantization: nf4 or fp4",
     "bnb_4bit_use_double_quant": "double_quantization: true",
     "llm_int8_skip_modules": "quantization_skip_modules",
@@ -650,7 +651,7 @@ def _convert(cls: type, key: str, value: object, place: str) -> Any:
         options, value = tuple(items), next(item for item in value if _as(items[0], item) is _NO)
     choices = [str(choice) for option in options if typing.get_origin(option) is Literal for choice in option.__args__]
     if choices:
-        near = difflib.get_close_matches(str(value), choices, n=1, cutoff=0.5)
+        near = difflib.get_close_matches(str(value).lower(), choices, n=1, cutoff=0.5)
         raise UserError(
             f"{place}: {value!r} is not one of {', '.join(choices)}" + (f"; did you mean {near[0]!r}?" if near else "")
         )
@@ -722,7 +723,7 @@ def _as_number(option: type, value: object) -> Any:
 
 def _name(option: Any) -> str:
     if typing.get_origin(option) is tuple:
-        return "a list"
+        return f"a list of which each is {_name(option.__args__[0])}"
     if typing.get_origin(option) is not None:
         return "a mapping of names"
     names = {int: "a whole number", float: "a number", str: "text", bool: "true or false", Path: "a path"}

@@ -63,10 +63,9 @@ class _Source(Weights):
         self._adapter, self._dtype, self._names = adapter, dtype, frozenset(linear_names(spec))
 
     def dtype_of(self, name: str) -> str:
-        """In which the tensor is made: asked for, or as stored; of a weight that is stored packed, the embedding's."""
+        """In which the tensor is made: asked for, or as stored; of a weight stored quantised, the embedding's."""
         kinds = {short: name for name, short in DTYPES.items()}
-        stored = kinds.get(self._base.dtype_of(name))
-        return self._dtype or stored or kinds[self._base.dtype_of("model.embed_tokens.weight")]
+        return self._dtype or kinds[self._base.dtype_of(name)]
 
     def tensor(self, name: str) -> torch.Tensor:
         """Raises UserError where a sum is not finite."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -73,7 +74,7 @@ def _peft_logits(base: Path, folder: Path, input_ids: torch.Tensor) -> tuple[tor
     logging.disable_progress_bar()
     plain = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
     if load_spec(base).stored:  # else bitsandbytes would round what goes through an int8 weight too
-        plain = plain.dequantize()
+        plain = _dequantised(plain)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # of transformers to PEFT, on names that both will change
         model = PeftModel.from_pretrained(plain, folder).eval()
@@ -81,3 +82,11 @@ def _peft_logits(base: Path, folder: Path, input_ids: torch.Tensor) -> tuple[tor
         adapted = model(input_ids[None]).logits[0]
         with model.disable_adapter():
             return adapted, model(input_ids[None]).logits[0]
+
+
+def _dequantised(model: Any) -> Any:
+    """All of it in float32, to which neither bitsandbytes nor transformers goes by itself from a 16-bit checkpoint."""
+    for parameter in model.parameters():
+        if hasattr(parameter, "quant_state"):
+            parameter.quant_state.dtype = torch.float32
+    return model.dequantize().float()

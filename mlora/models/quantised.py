@@ -29,6 +29,7 @@ from mlora.models.weights import Checkpoint, linear_names
 from mlora.ops.fp8 import E4M3, MULTIPLE, Fp8Weight, quantise_rows
 from mlora.types import MERGED_LINEARS, UserError, module_name
 
+_INSTALL = "pip install 'mlora-engine[quant]'"
 _FP8_UNITS = (8, 9)  # compute capability of the first GPUs that have them
 
 # Whoever imports it first (peft and transformers do, too) is told to install a kernel that multiplies by 4-bit weights,
@@ -249,7 +250,7 @@ def check_quantization(quantization: Quantization | None, dtype: torch.dtype, de
         _check_fp8(dtype, device)
         return
     if find_spec("bitsandbytes") is None:
-        raise UserError(f"quantization: {quantization.kind} needs bitsandbytes: pip install 'mlora-engine[quant]'")
+        raise UserError(f"quantization: {quantization.kind} needs bitsandbytes: {_INSTALL}")
     if dtype == torch.float64:
         raise UserError(f"dtype: float64 is finer than {quantization.kind} is dequantised to; write float32")
 
@@ -258,7 +259,7 @@ def check_quantization(quantization: Quantization | None, dtype: torch.dtype, de
         _quantised(small_OD, quantization).write(small_OD)
         return bool((small_OD == 1).all())
 
-    hint = "see python -m bitsandbytes, or leave quantization out"
+    hint = f"bring it up to date ({_INSTALL} -U), see python -m bitsandbytes, or take a base that is not quantised"
     _try("bitsandbytes", device, comes_back, "a weight of ones did not come back", hint)
 
 

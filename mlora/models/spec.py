@@ -17,6 +17,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from mlora.files import readable
 from mlora.types import UserError
 
+USE_ORIGINAL = "use the original weights, with quantization: nf4 in the run's configuration"  # an error's advice
 _MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 _EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
 _SCALED_ROPES = ("linear", "llama3", "yarn")  # the others change with the length of the sequence
@@ -181,7 +182,7 @@ def _stored(quantised: Any, path: Path) -> Quantization | None:
     if method != "bitsandbytes":
         raise UserError(
             f"{path}: quantization_config: the weights are stored in the form of {method!r}, and only that of "
-            "bitsandbytes is supported; use the original weights, with quantization: nf4 in the run's configuration"
+            f"bitsandbytes is supported; {USE_ORIGINAL}"
         )
     kind: Any = "int8" if eight else quantised.get("bnb_4bit_quant_type", "fp4")
     if four == eight or kind not in ("nf4", "fp4", "int8"):

@@ -13,13 +13,13 @@ from huggingface_hub import snapshot_download
 from huggingface_hub.errors import GatedRepoError, HFValidationError, LocalEntryNotFoundError, RepositoryNotFoundError
 from safetensors import SafetensorError, safe_open
 
-from mlora.models.spec import ModelSpec, Quantization, linear_shapes, read_json, refuse_lfs_pointer
+from mlora.models.spec import USE_ORIGINAL, ModelSpec, Quantization, linear_shapes, read_json, refuse_lfs_pointer
 from mlora.types import MERGED_LINEARS, UserError, module_name
 
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
 _FLOATS = ("F64", "F32", "F16", "BF16")
-_ITEMSIZE = {"U8": 1, "I8": 1, "F16": 2, "BF16": 2, "F32": 4}  # in which packed weights are stored
+_ITEMSIZE = {"U8": 1, "I8": 1, "F16": 2, "BF16": 2, "F32": 4, "F64": 8}  # in which packed weights are stored
 _EMBEDDING, _NORM, _HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
 _DOWNLOADS = ("model*.safetensors", "*.json", "*.jinja", "tokenizer.model", "merges.txt")
 
@@ -90,8 +90,8 @@ class Checkpoint(Weights):
             return file.get_tensor(name)
 
     def dtype_of(self, name: str) -> str:
-        """The type in which the tensor is stored, by safetensors' name."""
-        return self._entries[name].dtype
+        """The type in which the tensor is stored, by safetensors' name; of a quantised weight, the embedding's."""
+        return self._entries[_EMBEDDING if name.removesuffix(".weight") in self._scales else name].dtype
 
     def files(self) -> dict[str, list[tuple[str, tuple[int, ...], str]]]:
         """Name, shape and stored type of each tensor that the model needs, by the name of the file that holds it.
@@ -280,6 +280,7 @@ def _check_complete(
     missing = [name for name in shapes if name not in entries]
     if missing:
         source = folder / (_SINGLE if (folder / _SINGLE).exists() else _INDEX)
+        _refuse_packed(missing, entries)
         more = f" and {len(missing) - 1} more are" if missing[1:] else " is"
         raise UserError(
             f"{source}: {missing[0]}{more} missing, but config.json asks for it; do the two belong together?"
@@ -288,15 +289,27 @@ def _check_complete(
         entry = entries[name]
         if name.removesuffix(".weight") in quantised:
             continue
+        if entry.dtype not in _FLOATS:
+            raise UserError(
+                f"{entry.file}: {name} is stored as {entry.dtype}, which is no float, and not as bitsandbytes would "
+                f"store it with a quantization_config in config.json; {USE_ORIGINAL}"
+            )
         if entry.shape != shape:
             raise UserError(
                 f"{entry.file}: {name} has shape {list(entry.shape)}, but config.json asks for {list(shape)}; "
                 "do the two belong together?"
             )
-        if entry.dtype not in _FLOATS:
+
+
+def _refuse_packed(missing: Sequence[str], entries: dict[str, _Entry]) -> None:
+    """Refuse what GPTQ, AWQ and others have in a weight's place, where config.json does not tell of it."""
+    for weight in (name for name in missing if name.endswith(".weight")):
+        module = weight.removesuffix("weight")
+        others = sorted(name for name in entries if name.startswith(module) and name != f"{module}bias")
+        if others:
             raise UserError(
-                f"{entry.file}: {name} is stored as {entry.dtype}, which is no float, and not as bitsandbytes would "
-                "store it with a quantization_config in config.json; use the original weights"
+                f"{entries[others[0]].file}: {others[0]} stands in the place of {weight}: the weights are quantised in "
+                f"a form that is not bitsandbytes'; {USE_ORIGINAL}"
             )
 
 

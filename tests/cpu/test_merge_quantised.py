@@ -131,6 +131,16 @@ def test_a_stored_base_is_merged_dequantised(tmp_path, name, capsys):
     assert "quantization_config" not in json.loads((tmp_path / "merged" / "config.json").read_text())
 
 
+def test_a_dtype_in_which_weights_are_packed_is_not_theirs(tmp_path):
+    """bitsandbytes packs bytes into whichever dtype suits whoever shards them."""
+    config = bnb_config(KINDS["nf4"], bnb_4bit_quant_storage=torch.float16)
+    stored = tmp_path / "stored"
+    with_bitsandbytes(save_tiny(tmp_path / "model", "qwen2"), config, torch.bfloat16).save_pretrained(stored)
+    tiny_tokenizer().save_pretrained(stored)
+    assert merge(_run(tmp_path, stored), tmp_path / "merged", dequantised=True).dtype == "bfloat16"
+    assert {x.dtype for x in load_file(tmp_path / "merged" / "model.safetensors").values()} == {torch.bfloat16}
+
+
 def test_the_command_prints_both_differences(trained, tmp_path, capsys):
     quantization, _, adapter = trained
     assert cli.main(["merge", str(adapter), str(tmp_path / "merged")]) == 0

@@ -191,13 +191,15 @@ def test_what_transformers_has_stored_loads_as_it_is(model: Path, stored: Callab
     assert all(torch.equal(ours[key], theirs[key]) for key in theirs)
 
 
-def test_four_bits_stored_in_another_dtype_and_with_skipped_modules(model: Path, tmp_path: Path) -> None:
-    config = bnb_config(
-        KINDS["nf4 double"], bnb_4bit_quant_storage=torch.bfloat16, llm_int8_skip_modules=["lm_head", "k_proj"]
-    )
+@pytest.mark.parametrize("storage", [torch.bfloat16, torch.float64])
+def test_four_bits_stored_in_another_dtype_and_with_skipped_modules(
+    model: Path, tmp_path: Path, storage: torch.dtype
+) -> None:
+    skipped = ["lm_head", "k_proj"]
+    config = bnb_config(KINDS["nf4 double"], bnb_4bit_quant_storage=storage, llm_int8_skip_modules=skipped)
     with_bitsandbytes(model, config, torch.bfloat16).save_pretrained(tmp_path)
     name = "model.layers.0.self_attn.q_proj.weight"
-    assert load_file(tmp_path / "model.safetensors")[name].dtype == torch.bfloat16
+    assert load_file(tmp_path / "model.safetensors")[name].dtype == storage
     checkpoint = Checkpoint(tmp_path, load_spec(tmp_path))
     assert checkpoint.stored is not None and len(checkpoint.stored.dense) == 3
     asked = parse_config(tree(model, **KEYS["nf4 double"], quantization_skip_modules=["k_proj"]))
@@ -240,6 +242,17 @@ def test_an_adapter_of_a_stored_base_gives_the_engines_logits_in_peft(
     results = run(tmp_path / "run", stored(name), subject_and_other(tmp_path)[:1])
     config = json.loads((results.adapters["subject"].folder / "adapter_config.json").read_text())
     assert config["base_model_name_or_path"] == str(stored(name))
+    (check,) = verify_run(tmp_path / "run")
+    assert check.ok, check
+
+
+@pytest.mark.parametrize("name", ["nf4 double", "int8"])
+def test_a_base_stored_in_16_bits_and_less_is_verified_in_32(tmp_path: Path, name: str) -> None:
+    """transformers leaves what is not quantised in the stored dtype, and dequantises to it."""
+    with_biases = save_tiny(tmp_path / "model", "qwen2")
+    with_bitsandbytes(with_biases, bnb_config(KINDS[name]), torch.bfloat16).save_pretrained(tmp_path / "stored")
+    tiny_tokenizer().save_pretrained(tmp_path / "stored")
+    run(tmp_path / "run", tmp_path / "stored", subject_and_other(tmp_path)[:1])
     (check,) = verify_run(tmp_path / "run")
     assert check.ok, check
 
@@ -453,6 +466,22 @@ def test_other_forms_are_refused_by_name_before_anything_is_loaded(
     assert repr(method) in text and "only that of bitsandbytes" in text and "quantization: nf4" in text
 
 
+@pytest.mark.parametrize("names", [("qweight", "qzeros", "scales"), ("weight_packed", "weight_scale")])
+def test_other_forms_of_which_the_configuration_says_nothing_are_told(
+    model: Path, tmp_path: Path, names: tuple[str, ...]
+) -> None:
+    """GPTQ's and AWQ's older files have a quantize_config.json of their own, compressed-tensors' another key."""
+    linear = "model.layers.0.self_attn.q_proj"
+
+    def pack(tensors: dict[str, torch.Tensor]) -> None:
+        del tensors[f"{linear}.weight"]
+        tensors.update({f"{linear}.{name}": torch.zeros(8, 64, dtype=torch.int32) for name in names})
+
+    folder = copied(model, tmp_path / "model", pack)
+    text = refusal(lambda: Checkpoint(folder, load_spec(folder)))
+    assert f"{linear}.{names[0]} stands in the place of {linear}.weight" in text and "quantization: nf4" in text
+
+
 def test_without_bitsandbytes_the_extra_is_named_before_anything_is_loaded(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -498,7 +527,9 @@ def test_a_device_that_bitsandbytes_does_not_know_is_refused(
 
     monkeypatch.setattr(bitsandbytes.functional, "quantize_4bit", broken)
     text = refusal(lambda: run(tmp_path, model, [{"name": "a", "dataset": "none.jsonl"}], quantization="nf4"))
-    assert text.startswith("quantization: bitsandbytes does not work on this cpu: no kernel for this device")
+    assert text.startswith(
+        "quantization: bitsandbytes does not work on this cpu: no kernel for this device; bring it up"
+    )
 
 
 def test_float64_is_refused(model: Path, tmp_path: Path) -> None:
@@ -551,7 +582,7 @@ def test_quantised_weights_without_a_word_in_the_configuration(stored: Callable[
     config = json.loads((folder / "config.json").read_text())
     del config["quantization_config"]
     (folder / "config.json").write_text(json.dumps(config))
-    assert "has shape" in refusal(lambda: Checkpoint(folder, load_spec(folder)))
+    assert "is stored as U8, which is no float" in refusal(lambda: Checkpoint(folder, load_spec(folder)))
 
 
 def test_a_word_in_the_configuration_without_quantised_weights(

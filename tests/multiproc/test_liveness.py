@@ -1,3 +1,4 @@
+import json
 import os
 import re
 import signal
@@ -7,8 +8,10 @@ import pytest
 from harness import check_all_passed, run, run_fresh, start, wait, wait_for_text
 
 from mlora.pipeline.transport.board import Board, Failure
+from mlora.pipeline.transport.liveness import tell_launcher
 from mlora.pipeline.transport.store import open_store
 from mlora.types import UserError
+from tests.cpu.runs import files_up_to
 
 
 def check_failed(ended, pattern, ranks, within_s=20, code=1):
@@ -114,3 +117,14 @@ def test_a_store_that_cannot_be_reached_is_named():
         open_store("127.0.0.1", port, serve=False, timeout_s=1)
     with pytest.raises(UserError, match=r"no-such-host\.invalid:29500"):
         open_store("no-such-host.invalid", 29500, serve=False, timeout_s=1)
+
+
+def test_a_full_disk_leaves_torchrun_no_half_a_file(tmp_path, monkeypatch):
+    """On half a file torchrun would end with an error of its own as the last thing shown."""
+    told = tmp_path / "error.json"
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(told))
+    with files_up_to(8):
+        tell_launcher("rank 1 failed: out of turn")
+    assert not list(tmp_path.iterdir())
+    tell_launcher("rank 1 failed: out of turn")
+    assert json.loads(told.read_text())["message"]["message"] == "rank 1 failed: out of turn"

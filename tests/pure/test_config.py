@@ -164,6 +164,18 @@ TOP_BAD = {
     "an adapter as text": ({"adapters": ["a"]}, "adapters[0]: expected a block with name and dataset, found text"),
     "cap 0": ({"microbatch_tokens": 0}, "microbatch_tokens: 0 is not a positive number"),
     "dtype": ({"dtype": "bf16"}, "dtype: 'bf16' is not one of auto, float32, bfloat16, float16, float64"),
+    "a word in capitals": (
+        {"quantization": "NF4"},
+        "quantization: 'NF4' is not one of nf4, fp4, int8, fp8; did you mean 'nf4'?",
+    ),
+    "an element": (
+        {"quantization_skip_modules": [1]},
+        "quantization_skip_modules: expected a list of which each is text, found a list [1]",
+    ),
+    "another program's key": (
+        {"bnb_4bit_compute_dtype": "bfloat16"},
+        "bnb_4bit_compute_dtype: unknown key; write dtype",
+    ),
     "device": ({"device": "gpu"}, "device: 'gpu' is not one of auto, cpu, cuda"),
     "defaults a list": ({"defaults": [1]}, "defaults: expected a block of adapter keys, found a list"),
     "defaults name": ({"defaults": {"name": "x"}}, "defaults.name: every adapter has its own name"),

@@ -26,6 +26,7 @@ from typing import TypeVar
 
 import torch.distributed as dist
 
+from mlora.files import write_whole
 from mlora.pipeline.transport.base import TransportError
 from mlora.pipeline.transport.board import Board, Failure
 from mlora.types import UserError
@@ -298,11 +299,12 @@ class Liveness:
 
 
 def tell_launcher(line: str) -> None:
-    """torchrun ends its own report with what it finds in this file."""
+    """torchrun ends its own report with what it finds in this file. It breaks at half a file, but not at none."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path:
         facts = {"message": line, "extraInfo": {"py_callstack": line, "timestamp": str(int(time.time()))}}
-        Path(path).write_text(json.dumps({"message": facts}))
+        with suppress(OSError):  # a full disk costs the line in that report, not the one on this rank's screen
+            write_whole(Path(path), json.dumps({"message": facts}).encode())
 
 
 def _a_sibling_is_gone() -> bool:
