@@ -66,11 +66,10 @@ def main(argv: list[str] | None = None) -> int:
         print(f"mlora: {error}", file=sys.stderr)
         return _USER
     except Interrupted as stopped:
-        more = "; --resume auto goes on from the checkpoints" if trains else ""
-        print(f"mlora: interrupted{more}", file=sys.stderr)
+        _say_interrupted("; --resume auto goes on from the checkpoints" if trains else "")
         return 128 + stopped.signal
     except KeyboardInterrupt:
-        print(f"mlora: interrupted{' before the training' if trains else ''}", file=sys.stderr)
+        _say_interrupted(" before the training" if trains else "")
         return _INTERRUPTED
 
 
@@ -96,9 +95,14 @@ def _load(module: str) -> None:
 
 
 def _end(*_: object) -> None:
-    sys.stderr.write("mlora: interrupted\n")
-    sys.stderr.flush()
+    _say_interrupted()
     os._exit(_INTERRUPTED)
+
+
+def _say_interrupted(more: str = "") -> None:
+    """Once a host: each of its processes is interrupted."""
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        print(f"mlora: interrupted{more}", file=sys.stderr, flush=True)
 
 
 def _silence(stream: TextIO) -> None:
@@ -139,7 +143,7 @@ def _parser() -> argparse.ArgumentParser:
     processes.add_argument("--nproc", type=int, metavar="N", help=_NPROC)
     plan = add("plan", _plan, "plan", "show stages, order and predicted bubble, without training")
     plan.add_argument("config", help="a YAML file")
-    plan.add_argument("--stages", type=int, required=True, metavar="S", help="number of stages")
+    plan.add_argument("--stages", type=int, metavar="S", help="number of stages (the file's, or 1)")
     _add_set(plan, "change one key of the file")
     plan.add_argument("--picture", default="plan.svg", metavar="FILE", help="where the picture goes (plan.svg)")
     status = add("status", _status, "status", "show the adapters of a run, live or dead")
@@ -407,7 +411,8 @@ def _init(arguments: argparse.Namespace) -> int:
 
     config = Path(arguments.output)
     names = write_starter([Path(file) for file in arguments.files], config, arguments.base_model)
-    print(f"{config}: {len(names)} adapters, {', '.join(names)}; look it over, then: mlora check {config}")
+    adapters = "1 adapter" if len(names) == 1 else f"{len(names)} adapters"
+    print(f"{config}: {adapters}, {', '.join(names)}; look it over, then: mlora check {config}")
     return _OK
 
 

@@ -397,7 +397,12 @@ def apply_overrides(tree: Mapping[str, Any], overrides: Sequence[str]) -> dict[s
 
 
 def parse_config(tree: Mapping[str, Any], base: str | Path = ".") -> RunConfig:
-    """Build a RunConfig from plain data. ``base`` is the folder that relative paths count from."""
+    """Build a RunConfig from plain data, a mapping as in a YAML file.
+
+    ``base`` is the folder that relative paths count from. Raises UserError naming the place of what is wrong.
+    """
+    if not isinstance(tree, Mapping):
+        raise UserError(f"expected keys such as base_model and adapters, found {_kind(tree)}")
     base = Path(base)
     tree = dict(tree)
     defaults = tree.pop("defaults", None) or {}

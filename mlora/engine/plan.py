@@ -66,9 +66,11 @@ class Plan:
         picture.with_suffix(".trace.json").write_text(chrome_trace(self.timeline), encoding="utf-8")
 
 
-def plan(config: RunConfig, stages: int) -> Plan:
-    """Predict the run of ``config`` over so many stages. Raises UserError as a run would."""
-    prepared = prepare(replace(config, pipeline=replace(config.pipeline, stages=stages)), stages, to_train=False)
+def plan(config: RunConfig, stages: int | None = None) -> Plan:
+    """Predict the run of ``config`` over so many stages, or those that it names. Raises UserError as a run would."""
+    cut = config.pipeline
+    stages = stages if stages is not None else cut.stages or len(cut.layers or [0])
+    prepared = prepare(replace(config, pipeline=replace(cut, stages=stages)), stages, to_train=False)
     shares = deal(prepared.adapters, config.pipeline.replicas or 1)
     positions = _positions(prepared.config, prepared.in_flight, shares[0])
     stage_rows = rows(positions, prepared.in_flight)

@@ -23,6 +23,7 @@ _ROLES = {
     "observation": "tool",
     "function": "tool",
     "ipython": "tool",
+    "developer": "system",  # OpenAI's later word for it
 }
 _TURNS = {"messages": ("role", "content"), "conversations": ("from", "value")}  # the keys of a turn, by our column
 _CALL_ROLE = "function_call"
@@ -68,6 +69,10 @@ class Fields:
     row: Row
     columns: Mapping[str, str]
 
+    def value(self, name: str) -> object:
+        """What a column holds that must be there."""
+        return self._value(self.columns.get(name, name))
+
     def text(self, name: str) -> str:
         """The text of a column that must be there."""
         column = self.columns.get(name, name)
@@ -103,7 +108,7 @@ class Fields:
             raise self.row.error(f"{place}.{role_key}", f"unknown role {name!r}; known are {', '.join(_ROLES)}")
         role, where = _ROLES[name], f"{place}.{content_key}"
         empty = bool(calls) and item.get(content_key) is None
-        content = "" if empty else _text(item[content_key], self.row, where)
+        content = "" if empty else _content(item[content_key], self.row, where)
         if calls and role != "assistant":
             raise self.row.error(f"{place}.tool_calls", f"only an assistant calls tools, and this is a {name}'s turn")
         if name == _CALL_ROLE:
@@ -143,6 +148,19 @@ class Fields:
         if column not in self.row.value:
             raise self.row.error(column, f"missing; the row has {_names(self.row.value)}")
         return self.row.value[column]
+
+
+def _content(value: object, row: Row, column: str) -> str:
+    """A message's text, which OpenAI's form may give in parts."""
+    if not isinstance(value, list):
+        return _text(value, row, column)
+    texts = []
+    for i, part in enumerate(value):
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind != "text":
+            raise row.error(f"{column}[{i}]", f"expected a part with type: text, found {kind or _kind(part)}")
+        texts.append(_text(part.get("text"), row, f"{column}[{i}].text"))
+    return "".join(texts)
 
 
 def _other_turns(item: Mapping[str, object], column: str) -> str:
@@ -236,19 +254,20 @@ def _names(value: Mapping[str, object]) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Format:
-    """A format's columns and readings. A format without ``turns`` never uses a chat template, one without ``plain``
-    cannot do without. ``plain`` gives prompt and completion."""
+    """A format's columns and readings. ``turns`` gives None for a row that is plain text. A format without it never
+    uses a chat template, one without ``plain`` cannot do without. ``plain`` gives prompt and completion."""
 
     required: tuple[str, ...]
     optional: tuple[str, ...] = ()
-    turns: Callable[[Fields], list[Turn]] | None = None
+    turns: Callable[[Fields], list[Turn] | None] | None = None
     plain: Callable[[Fields], tuple[str, str]] | None = None
 
-    def conversation(self, fields: Fields) -> Conversation:
-        """Of a format with ``turns``."""
-        assert self.turns is not None
-        tools = fields.tools() if "tools" in self.optional else ()
-        return Conversation(turns=tuple(self.turns(fields)), tools=tools)
+    def conversation(self, fields: Fields) -> Conversation | None:
+        """None where the row is plain text."""
+        turns = self.turns(fields) if self.turns else None
+        if turns is None:
+            return None
+        return Conversation(turns=tuple(turns), tools=fields.tools() if "tools" in self.optional else ())
 
     def fits(self, row: Row, columns: Mapping[str, str]) -> bool:
         """Whether the row has all required columns and the format knows every name in ``columns``."""
@@ -273,6 +292,17 @@ def _chat_turns(fields: Fields, name: str) -> list[Turn]:
 def _alpaca_turns(fields: Fields) -> list[Turn]:
     query = "\n".join(filter(None, (fields.text("instruction"), fields.optional_text("input"))))
     return _pair_turns(fields.optional_text("system"), fields.pairs("history"), query, fields.text("output"))
+
+
+def _prompt_turns(fields: Fields) -> list[Turn] | None:
+    """TRL's conversational form, where both columns are lists of messages. What the prompt says is not trained."""
+    if not isinstance(fields.value("prompt"), list):
+        return None
+    prompt = [
+        replace(turn, train=False) if turn.role == "assistant" else turn
+        for turn in fields.turns("prompt", *_TURNS["messages"])
+    ]
+    return prompt + ([] if fields.value("completion") == "" else fields.turns("completion", *_TURNS["messages"]))
 
 
 def _dolly_turns(fields: Fields) -> list[Turn]:
@@ -315,7 +345,10 @@ FORMATS: dict[str, Format] = {  # in the order of guessing: the fuller form of a
         plain=lambda f: (_instruction(f.text("instruction"), f.optional_text("context")), f.text("response")),
     ),
     "prompt_completion": Format(
-        required=("prompt", "completion"), plain=lambda f: (f.text("prompt"), f.text("completion"))
+        required=("prompt", "completion"),
+        optional=("tools",),
+        turns=_prompt_turns,
+        plain=lambda f: (f.text("prompt"), f.text("completion")),
     ),
     "question_answer": Format(
         required=("question", "answer"),

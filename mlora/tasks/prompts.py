@@ -32,8 +32,7 @@ class Prompter:
         """
         form, row = self._format(row)
         fields = Fields(row, self._config.columns)
-        if form.turns and self._template:
-            chat = form.conversation(fields)
+        if self._template and (chat := form.conversation(fields)):
             if chat.turns and chat.turns[-1].role == "assistant":
                 chat = chat.first(len(chat.turns) - 1)
             if not chat.turns:

@@ -27,8 +27,9 @@ class SftTask:
     """Encodes the rows of one data file.
 
     Formats ``text`` and ``prompt_completion`` are plain text: the tokenizer's own leading tokens, the text, the end
-    of sequence. The others are conversations in the chat template, if there is one. A conversation without any turn,
-    one that starts with the assistant, and (unless all is trained) one without an assistant's turn are dropped.
+    of sequence. The others, and the latter's lists of messages, are conversations in the chat template, if there is
+    one. A conversation without any turn, one that starts with the assistant, and (unless all is trained) one without an
+    assistant's turn are dropped.
     """
 
     def __init__(
@@ -84,8 +85,8 @@ class SftTask:
 
     def _render(self, form: Format, row: Row) -> Rendered | str:
         fields = Fields(row, self._config.columns)
-        if form.turns and self._template:
-            return self._render_chat(self._template, form.conversation(fields), row)
+        if self._template and (chat := form.conversation(fields)):
+            return self._render_chat(self._template, chat, row)
         if form.plain is None:
             raise UserError(
                 f"{row.file}: conversations need a chat template and there is none; give dataset.chat_template a file"

@@ -174,12 +174,13 @@ def test_init_writes_a_file_that_loads_and_overwrites_none(tmp_path, model, caps
     assert main(["check", str(output)]) == 0
 
 
-def test_init_names_the_columns_that_are_read_and_paths_as_they_count(tmp_path, model, monkeypatch):
+def test_init_names_the_columns_that_are_read_and_paths_as_they_count(tmp_path, model, monkeypatch, capsys):
     row = {"output": "42", "input": "6 * 7", "instruction": "Compute.", "id": 1}
     (tmp_path / "sums.json").write_text(json.dumps([row]))
     monkeypatch.chdir(tmp_path)
     files = ["sums.json", "--base-model", os.path.relpath(model), "--output", "deep/run.yaml"]
     assert main(["init", *files]) == 0
+    assert capsys.readouterr().out.startswith("deep/run.yaml: 1 adapter, sums; look it over")
     assert "# alpaca: instruction, output, input\n" in Path("deep/run.yaml").read_text()
     config = load_config("deep/run.yaml")
     assert config.base_model == str(model.resolve()) and config.adapters[0].dataset.path.exists()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 
@@ -29,6 +30,13 @@ def test_of_replicas_the_first_is_planned_with_its_own_adapters(config, tmp_path
     steps = {event["name"] for event in json.loads(picture.with_suffix(".trace.json").read_text())["traceEvents"]}
     assert any("STEP1" in name for name in steps)
     assert not any("STEP0" in name or "STEP2" in name for name in steps)
+
+
+@pytest.mark.parametrize(("words", "stages"), [((), 1), (("stages=2",), 2), (("layers=[1, 2]",), 2)])
+def test_the_stages_may_stand_in_the_configuration(config, tmp_path, capsys, words, stages):
+    keys = [word for key in words for word in ("--set", f"pipeline.{key}")]
+    assert cli.main(["plan", str(config), "--picture", str(tmp_path / "plan.svg"), *keys]) == 0
+    assert len(re.findall(r"^\d+ +\d+ - \d+ ", capsys.readouterr().out, re.MULTILINE)) == stages
 
 
 def test_a_picture_that_would_not_be_one_is_refused(config, tmp_path, capsys):

@@ -1,8 +1,11 @@
 import re
+from pathlib import Path
 
 import pytest
 
+from mlora.config import DatasetConfig
 from mlora.tasks.formats import FORMATS
+from mlora.tasks.prompts import Prompter
 from mlora.types import UserError
 from tests.cpu.data_helpers import CHATML, chat, encode_one, make_row, make_task, make_tokenizer, spans
 
@@ -73,6 +76,12 @@ def chatml(*turns):
          [("user", "q"), ("assistant", "a"), ("user", "r"), ("assistant", "b")]),
         ({"system": "s", "messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]},
          [("system", "s"), ("user", "q"), ("assistant", "a")]),
+        ({"messages": [{"role": "developer", "content": "s"}, *chat("q", "a")]},
+         [("system", "s"), ("user", "q"), ("assistant", "a")]),
+        ({"messages": chat([{"type": "text", "text": "q"}, {"type": "text", "text": "r"}], [])},
+         [("user", "qr"), ("assistant", "")]),
+        ({"prompt": chat("q", "a", "r"), "completion": chat("b", first="assistant")},
+         [("user", "q"), ("assistant", "a"), ("user", "r"), ("assistant", "b")]),
         ({"system": "t", "messages": [{"role": "system", "content": "s"}, {"role": "user", "content": "q"},
                                       {"role": "assistant", "content": "a"}]},
          [("system", "s"), ("user", "q"), ("assistant", "a")]),
@@ -80,6 +89,17 @@ def chatml(*turns):
 )  # fmt: skip
 def test_conversations_in_a_template(columns, turns):
     assert whole_text(CHATML, **columns) == chatml(*turns)
+
+
+def test_of_lists_of_messages_only_the_completion_is_trained():
+    tokenizer = make_tokenizer(CHATML)
+    row = {"prompt": chat("the cat", "sat", "the dog"), "completion": chat("ran", first="assistant")}
+    for form in ("auto", "prompt_completion"):
+        encoded = encode_one(make_task(tokenizer, format=form), **row)
+        assert spans(tokenizer, encoded) == ["ran<|im_end|>"]
+    asked = Prompter(DatasetConfig(path=Path("p")), tokenizer)
+    expected = asked.encode(make_row(messages=row["prompt"]))
+    assert asked.encode(make_row(**row)) == asked.encode(make_row(prompt=row["prompt"])) == expected
 
 
 @pytest.mark.parametrize("name", ["text", "prompt_completion"])
@@ -184,6 +204,14 @@ def turn(**keys):
             {"messages": [{"from": "human", "value": "a"}]},
             "it has from, value; turns of from and value are read with columns: {conversations: messages}",
         ),
+        (
+            "messages",
+            turn(role="assistant", content=[{"type": "image_url"}]),
+            "content[0]': expected a part with type: text",
+        ),
+        ("messages", turn(role="assistant", content=["a"]), "content[0]': expected a part with type: text, found text"),
+        ("messages", turn(role="assistant", content=[{"type": "text"}]), "content[0].text': expected text, found null"),
+        ("prompt_completion", {"prompt": chat("q"), "completion": "a"}, "'completion': expected a list, found text"),
         ("text", {"text": b"a"}, "column 'text': expected text, found bytes"),
     ],
 )

@@ -71,6 +71,17 @@ def test_few_columns_break_nothing(folder):
     assert finished.returncode == 0 and max(map(len, out.splitlines())) <= 40
 
 
+@pytest.mark.parametrize("words", [(), ("--nproc", "2")])
+def test_ctrl_c_is_one_line_of_all_processes(folder, words):
+    process = _start(folder, "train", "run.yaml", "--set", "adapters.a.max_steps=100000", *words)
+    assert any("tokens/s" in line for line in process.stdout)
+    os.killpg(process.pid, signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 130
+    own = [line for line in err.splitlines() if line.startswith("mlora: ")]  # torchrun says more
+    assert own == ["mlora: interrupted; --resume auto goes on from the checkpoints"]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("words", [(), ("--nproc", "2")])
 @pytest.mark.parametrize("seconds", [0.5, 1.5, 2.5, 3.5, 4.5, 6.0])

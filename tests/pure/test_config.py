@@ -193,6 +193,11 @@ def test_a_mistake_in_a_run_is_named(keys, message):
     assert message in _message(_tree(top=keys))
 
 
+@pytest.mark.parametrize(("tree", "found"), [(None, "nothing"), (3, "a number"), ("run.yaml", "text")])
+def test_a_configuration_is_a_mapping(tree, found):
+    assert _message(tree) == f"expected keys such as base_model and adapters, found {found}"
+
+
 def test_base_model_is_needed():
     assert "base_model: missing" in _message({"adapters": [{"name": "a", "dataset": "x"}]})
 

@@ -178,6 +178,8 @@ def test_a_choice_of_other_programs_that_is_none_here(key):
         (lambda: message(gradient_checkpointing=True), "belongs to the run: write recompute at the top of the file"),
         (lambda: message(bf16=True), "adapters[a].bf16: belongs to the run: write dtype at the top of the file"),
         (lambda: message(wandb_project="x"), "adapters[a].wandb_project: unknown key; set WANDB_PROJECT in the"),
+        (lambda: message(top={"nproc": 2}), "nproc: unknown key; start with --nproc N, or with torchrun"),
+        (lambda: message(top={"stages": 2}), "stages: unknown key; write pipeline: {stages: N} at the top of the file"),
         (lambda: message(output_dir="x"), "adapters[a].output_dir: belongs to the run: write output_dir at the top"),
         (lambda: message(top={"learning_rate": 1}), "learning_rate: belongs to an adapter: write learning_rate under"),
         (lambda: message(top={"lora_r": 1}), "lora_r: belongs to an adapter: write r under defaults"),
