@@ -13,8 +13,10 @@ Letters: O out features, D in features.
 
 from __future__ import annotations
 
+import ctypes
 import json
 import logging
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib import import_module
@@ -152,6 +154,8 @@ class FrozenLinears:
             return DenseWeight(whole.to(self._device))
         shapes = [self._shapes[path.split(".")[-1]] for path in paths]
         parts = [self._part(tensors, path, name, quantization) for path, name in zip(paths, names, strict=True)]
+        if self._device.type == "cpu":
+            _give_back_freed()
         if quantization.kind == "fp8":
             return self._fp8([part for part in parts if isinstance(part, Fp8Rows)])
         return QuantisedWeight(list(zip(shapes, parts, strict=True)), self._buffer)
@@ -342,6 +346,13 @@ def _quantised(weight_OD: torch.Tensor, quantization: Quantization) -> Int8Weigh
         weight_OD.contiguous(), quant_type=quantization.kind, compress_statistics=quantization.double
     )
     return FourBitWeight(packed, state)
+
+
+def _give_back_freed() -> None:
+    """What quantising on a CPU has freed. glibc keeps blocks below 32 MB, in the end more than the model in 16 bits."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
+    if trim is not None:
+        trim(0)
 
 
 def _steps(absmax_O: torch.Tensor) -> torch.Tensor:
