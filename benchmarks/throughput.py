@@ -51,6 +51,7 @@ from mlora.engine.memory import MemoryModel
 from mlora.models.decoder import Decoder
 from mlora.models.quantised import buffer_bytes
 from mlora.models.spec import ModelSpec, Quantization, linear_shapes, load_spec
+from mlora.models.weights import Weights
 from mlora.ops.exact import exact_sum
 from mlora.pipeline.stage import Batch, Stage, StepSums
 from mlora.types import IGNORE, MERGED_LINEARS, Microbatch, SampleRef, Segment, StepDecision
@@ -209,7 +210,7 @@ class Way(Protocol):
     def predicted(self, case: Case) -> int | None: ...
 
 
-class RandomCheckpoint:
+class RandomCheckpoint(Weights):
     """Stands for mlora.models.weights.Checkpoint: a model without biases, drawn tensor by tensor on the device."""
 
     def __init__(self, spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> None:

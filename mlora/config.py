@@ -290,7 +290,7 @@ class RunConfig:
     device: Literal["auto", "cpu", "cuda"] = "auto"
     quantization: Literal["nf4", "fp4", "int8", "fp8"] | None = None  # of the frozen linears; default: as stored
     double_quantization: bool | None = None  # of nf4's and fp4's scales too; default: as they are stored, else false
-    quantization_skip_modules: tuple[str, ...] = ()  # linears that are not quantised, by names or their ends
+    quantization_skip_modules: tuple[str, ...] = ()  # linears that are not quantised, by names or parts of them
     microbatch_tokens: int | Literal["auto"] = "auto"  # the most rows of one microbatch; a longer sample goes alone
     max_active: int = 64  # adapters trained at once; the others wait
     pipeline: PipelineConfig = PipelineConfig()

@@ -89,6 +89,8 @@ class _Source(Weights):
 
     def _plain(self, name: str) -> torch.Tensor:
         module = name.removesuffix(".weight")
+        if self._linears is not None and module == "lm_head" and self._base.head_scales():
+            return self._linears.head(self._base)
         if self._linears is None or module not in self._names:
             return self._base.tensor(name)
         index, path = module.removeprefix("model.layers.").split(".", 1)

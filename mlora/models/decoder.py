@@ -114,7 +114,7 @@ class Decoder:
         if self.is_last:
             self.norm_D = checkpoint.final_norm().to(device, dtype)
             shared = self.is_first and spec.tied
-            self.head_VD = self.embedding_VD if shared else checkpoint.head().to(device, dtype)
+            self.head_VD = self.embedding_VD if shared else linears.head(checkpoint)
         self._rotary = _Rotary(spec, dtype, device)
 
     def pack(self, microbatch: Microbatch, dropout: bool = True) -> Packed:

@@ -8,13 +8,15 @@ neighbours' rows would change an adapter.
 Each module of a merged linear is quantised by itself, and all are dequantised into the rows of one buffer, which the
 next merged linear uses again.
 
-Letters: O out features, D in features.
+Letters: O out features, D in features, V vocabulary.
 """
 
 from __future__ import annotations
 
+import ctypes
 import json
 import logging
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib import import_module
@@ -25,7 +27,7 @@ import torch
 
 from mlora.config import RunConfig
 from mlora.models.spec import ModelSpec, Quantization, linear_shapes
-from mlora.models.weights import Checkpoint, linear_names
+from mlora.models.weights import Checkpoint, Weights, linear_names
 from mlora.ops.fp8 import E4M3, MULTIPLE, Fp8Weight, quantise_rows
 from mlora.types import MERGED_LINEARS, UserError, module_name
 
@@ -133,7 +135,7 @@ class FrozenLinears:
         self, spec: ModelSpec, quantization: Quantization | None, dtype: torch.dtype, device: torch.device
     ) -> None:
         self._quantization, self._dtype, self._device = quantization, dtype, device
-        self._shapes = linear_shapes(spec)
+        self._shapes = linear_shapes(spec) | {"lm_head": (spec.vocab_size, spec.hidden_size)}
         if quantization is not None and quantization.kind == "fp8":
             self._ones = torch.ones(1, max(columns for _, columns in self._shapes.values()), device=device)
         elif quantization is not None:
@@ -152,9 +154,21 @@ class FrozenLinears:
             return DenseWeight(whole.to(self._device))
         shapes = [self._shapes[path.split(".")[-1]] for path in paths]
         parts = [self._part(tensors, path, name, quantization) for path, name in zip(paths, names, strict=True)]
+        if self._device.type == "cpu":
+            _give_back_freed()
         if quantization.kind == "fp8":
             return self._fp8([part for part in parts if isinstance(part, Fp8Rows)])
         return QuantisedWeight(list(zip(shapes, parts, strict=True)), self._buffer)
+
+    def head(self, weights: Weights) -> torch.Tensor:
+        """[V, D] in ``dtype``: dequantised once and for all where it is stored quantised."""
+        tensors = {"lm_head.weight": weights.head(), **weights.head_scales()}
+        if len(tensors) == 1:
+            return tensors["lm_head.weight"].to(self._device, self._dtype)
+        assert self._quantization is not None
+        out_VD = torch.empty(self._shapes["lm_head"], dtype=self._dtype, device=self._device)
+        self._part(tensors, "lm_head", "lm_head", self._quantization).write(out_VD)
+        return out_VD
 
     def dequantised(self, tensors: Mapping[str, torch.Tensor], layer: int, path: str) -> torch.Tensor:
         """One module's weight [O, D] in ``dtype``, as products read it."""
@@ -344,12 +358,19 @@ def _quantised(weight_OD: torch.Tensor, quantization: Quantization) -> Int8Weigh
     return FourBitWeight(packed, state)
 
 
+def _give_back_freed() -> None:
+    """What quantising on a CPU has freed. glibc keeps blocks below 32 MB, in the end more than the model in 16 bits."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
+    if trim is not None:
+        trim(0)
+
+
 def _steps(absmax_O: torch.Tensor) -> torch.Tensor:
     return absmax_O.unsqueeze(1).mul(1.0 / 127.0)
 
 
 def _skipped(names: Sequence[str], spec: ModelSpec) -> frozenset[str]:
-    """The linears that ``names`` mean: each is a whole name, or the beginning or the end of one, between dots."""
+    """The linears that ``names`` mean: each is a whole name, or a part of one between dots."""
     linears = linear_names(spec)
     skipped: set[str] = set()
     for name in names:

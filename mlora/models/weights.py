@@ -40,6 +40,10 @@ class Weights(Protocol):
         """``[V, D]``; the embedding where the two are tied."""
         return self.tensor(_EMBEDDING if self._spec.tied else _HEAD)
 
+    def head_scales(self) -> Mapping[str, torch.Tensor]:
+        """What is stored besides a head that is stored quantised, named as in the file."""
+        return {}
+
     def final_norm(self) -> torch.Tensor:
         """``[D]``, the weight of the norm before the head."""
         return self.tensor(_NORM)
@@ -88,6 +92,9 @@ class Checkpoint(Weights):
         """
         with safe_open(self._entries[name].file, framework="pt") as file:
             return file.get_tensor(name)
+
+    def head_scales(self) -> Mapping[str, torch.Tensor]:
+        return {name: self.tensor(name) for name in self._scales.get(_HEAD.removesuffix(".weight"), ())}
 
     def dtype_of(self, name: str) -> str:
         """The type in which the tensor is stored, by safetensors' name; of a quantised weight, the embedding's."""
@@ -239,8 +246,8 @@ def linear_names(spec: ModelSpec) -> list[str]:
 
 
 def _scales(entries: dict[str, _Entry], spec: ModelSpec) -> dict[str, list[str]]:
-    """What is stored of each quantised linear besides its weight."""
-    linears = set(linear_names(spec))
+    """What is stored of each quantised linear, and of a quantised head, besides its weight."""
+    linears = {*linear_names(spec), *([] if spec.tied else [_HEAD.removesuffix(".weight")])}
     found: dict[str, list[str]] = {}
     for name in entries:
         linear, is_four_bit, _ = name.partition(".weight.")

@@ -18,6 +18,7 @@ from mlora.engine.evaluate import evaluate
 from mlora.engine.merge import merge
 from mlora.engine.trained import read_trained
 from mlora.engine.use import Models
+from mlora.engine.verify import verify_run
 from mlora.models.spec import Quantization
 from mlora.types import UserError
 from tests.cpu.runs import run, write_rows
@@ -139,6 +140,23 @@ def test_a_dtype_in_which_weights_are_packed_is_not_theirs(tmp_path):
     tiny_tokenizer().save_pretrained(stored)
     assert merge(_run(tmp_path, stored), tmp_path / "merged", dequantised=True).dtype == "bfloat16"
     assert {x.dtype for x in load_file(tmp_path / "merged" / "model.safetensors").values()} == {torch.bfloat16}
+
+
+@pytest.mark.parametrize("name", ["nf4 double", "int8"])
+def test_a_head_that_is_stored_quantised_is_dequantised(tmp_path, name):
+    """transformers leaves the head as it is only where llm_int8_skip_modules is not given."""
+    stored, config = tmp_path / "stored", bnb_config(KINDS[name], llm_int8_skip_modules=["k_proj"])
+    with_bitsandbytes(save_tiny(tmp_path / "model", "llama3.1"), config, torch.float32).save_pretrained(stored)
+    tiny_tokenizer().save_pretrained(stored)
+    assert not load_file(stored / "model.safetensors")["lm_head.weight"].is_floating_point()
+    adapter = _run(tmp_path, stored)
+    (check,) = verify_run(tmp_path / "run")
+    assert check.ok, check
+    merged = merge(adapter, tmp_path / "merged", dequantised=True)
+    assert merged.max_difference <= 1e-5 * merged.scale
+    theirs = AutoModelForCausalLM.from_pretrained(stored).dequantize()
+    ours = load_file(tmp_path / "merged" / "model.safetensors")["lm_head.weight"]
+    torch.testing.assert_close(ours, theirs.lm_head.weight, rtol=1e-6, atol=0)
 
 
 def test_the_command_prints_both_differences(trained, tmp_path, capsys):
