@@ -11,7 +11,6 @@ from mlora.engine.coordinator import OnStep
 from mlora.engine.leader import Leader, Start
 from mlora.engine.ranks import follow_training, run_stages
 from mlora.engine.results import Results
-from mlora.engine.world import torchrun_restarts
 from mlora.types import Interrupted, UserError
 
 
@@ -49,7 +48,7 @@ def train(
 
     if not isinstance(resume, str | Path | None):
         raise UserError(f"resume: expected 'auto' or a run's folder, found {resume!r}")
-    start = Start(overwrite=overwrite, resume=resume, allow_changed=allow_changed, restarts=torchrun_restarts())
+    start = Start(overwrite=overwrite, resume=resume, allow_changed=allow_changed)
     results: Results = run_stages(lead, follow_training, on_step)
     if results.signal is not None:
         raise Interrupted(results.signal)

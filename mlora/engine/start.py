@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,19 +15,18 @@ from mlora.types import UserError
 
 @dataclass(frozen=True, kw_only=True)
 class Start:
-    """What the user asked for, and how often torchrun has started the run before.
+    """What the user asked for. ``resume`` is None, "auto" or a run folder.
 
-    ``resume`` is None, "auto" or a run folder. A restart goes on with what this torchrun has begun, whatever was asked.
+    A restart goes on with what this torchrun has begun, whatever was asked.
     """
 
     overwrite: bool = False
     resume: str | Path | None = None
     allow_changed: bool = False
-    restarts: int = 0
 
     def source(self, output_dir: Path) -> Path | None:
         """The run folder to go on from; None to begin anew. Raises UserError where a named one has no checkpoints."""
-        if self.restarts and _begun_here(output_dir):
+        if _begun_here(output_dir):
             return output_dir
         if self.resume is None:
             return None
@@ -44,8 +44,12 @@ def saved_adapters(checkpoints: Path) -> list[str]:
 
 
 def _begun_here(output_dir: Path) -> bool:
-    """Whether the torchrun that restarts this run has begun the one in the folder: that may be about to be replaced."""
+    """Whether the torchrun of this process has begun the run in the folder, by an earlier process.
+
+    Its restart count does not tell: where another host's process has failed, it stays as it was.
+    """
     try:
-        return json.loads((output_dir / STATUS).read_text(encoding="utf-8"))["launcher"] == launcher()
+        status = json.loads((output_dir / STATUS).read_text(encoding="utf-8"))
+        return bool(launcher()) and status["launcher"] == launcher() and status["process"] != os.getpid()
     except (OSError, ValueError, RecursionError, KeyError, TypeError):
         return False

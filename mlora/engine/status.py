@@ -25,8 +25,9 @@ _KEYS = {"state", "reason", "step", "total_steps", "first_loss", "last_loss", "e
 
 
 def launcher() -> str:
-    """What is the same for all restarts by one torchrun, and for nothing else."""
-    return f"{socket.gethostname()}:{os.getppid()}"
+    """What is the same for all restarts by one torchrun, and for nothing else: its folder of logs. Else empty."""
+    error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")  # FOLDER/attempt_0/0/error.json
+    return f"{socket.gethostname()}:{Path(error_file).parents[2]}" if error_file else ""
 
 
 class Status:
@@ -51,7 +52,7 @@ class Status:
         adapters = {adapter.config.name: self._adapter(adapter) for adapter in list(self._adapters)}
         nothing = dict.fromkeys(("step", "total_steps", "first_loss", "last_loss", "exported"))
         adapters |= {name: {"state": "failed", "reason": why, **nothing} for name, why in self._parked.items()}
-        return {"launcher": launcher(), "updated": time.time(), "adapters": adapters}
+        return {"launcher": launcher(), "process": os.getpid(), "updated": time.time(), "adapters": adapters}
 
     def _adapter(self, adapter: AdapterRun) -> dict[str, Any]:
         reports, folder = adapter.reports, self.exported.get(adapter.index)

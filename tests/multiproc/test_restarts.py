@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +17,11 @@ from test_training import assert_same, train
 
 from mlora.checkpoint.versions import versions
 from mlora.engine.inbox import leave_stop
-from mlora.engine.status import read_status
+from mlora.engine.start import Start
+from mlora.engine.status import launcher, read_status
+from mlora.engine.world import World
+from mlora.pipeline.transport.board import Board
+from mlora.pipeline.transport.store import open_store
 from tests.cpu.runs import write_rows
 from tests.cpu.tiny import save_tiny
 
@@ -77,6 +84,42 @@ def test_torchrun_brings_a_killed_run_back_by_itself(config, undisturbed, tmp_pa
     goes_on = [int(step) for step in re.findall(r"^a: goes on behind step (\d+) of 60", run.text, re.MULTILINE)]
     assert len(goes_on) == 2 and 0 < goes_on[0] < goes_on[1], run.text
     assert_same(undisturbed, run.folder)
+
+
+@pytest.mark.parametrize("was_in_it", [True, False])
+def test_a_start_is_not_taken_for_the_one_before(monkeypatch, was_in_it):
+    """torchrun keeps its store over restarts, with the failure that the start before left in it."""
+    store = open_store("127.0.0.1", 0, serve=True)
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(store.port))
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    leader, other = (World(rank=rank, size=2, local_rank=rank) for rank in range(2))
+    before = Board(leader.open_store())
+    before.beat(0)
+    if was_in_it:
+        before.beat(1)
+    with ThreadPoolExecutor() as threads:
+        joined = threads.submit(other.open_store)
+        time.sleep(0.5)
+        if was_in_it:  # and its first rank, on another host, has not heard yet that this one was killed
+            before.beat(0)
+            time.sleep(0.5)
+        assert not joined.done()
+        leader.open_store().set("new", "")
+        assert joined.result(10).check(["new"])
+
+
+def test_only_what_this_torchrun_has_begun_goes_on_by_itself(monkeypatch, tmp_path):
+    """Its restart count may be 0 after a restart, where a process of another host has failed; and a process that trains
+    twice begins anew."""
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "logs/attempt_0/0/error.json"))
+    status = {"launcher": launcher(), "process": os.getpid() + 1}
+    for changes, source in (({}, tmp_path), ({"launcher": "other"}, None), ({"process": os.getpid()}, None)):
+        (tmp_path / "status.json").write_text(json.dumps(status | changes))
+        assert Start(overwrite=True).source(tmp_path) == source
+    monkeypatch.delenv("TORCHELASTIC_ERROR_FILE")
+    (tmp_path / "status.json").write_text(json.dumps(status | {"launcher": launcher()}))
+    assert Start(overwrite=True).source(tmp_path) is None
 
 
 def test_sigterm_after_a_peers_failure_means_now(config, tmp_path):

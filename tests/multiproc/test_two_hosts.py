@@ -7,7 +7,7 @@ import re
 import signal
 import subprocess
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from shutil import which
@@ -66,12 +66,17 @@ def hosts() -> Iterator[None]:
 
 
 @contextmanager
-def started_on_both(config: dict[str, object], folder: Path, rendezvous: Sequence[str] = C10D) -> Iterator[list[Run]]:
-    """The same line on each host; only the first one's folder is written."""
+def started_on_both(
+    config: dict[str, object],
+    folder: Path,
+    rendezvous: Sequence[str] = C10D,
+    by_host: Mapping[str, Sequence[str]] | None = None,
+) -> Iterator[list[Run]]:
+    """The same line on each host, but for ``by_host``; only the first one's folder is written."""
     with ExitStack() as stack:
         runs = []
         for rank, host in enumerate(HOSTS):
-            launcher = (*LAUNCH, *rendezvous, "--node-rank", str(rank))
+            launcher = (*LAUNCH, *rendezvous, "--node-rank", str(rank), *(by_host or {}).get(host, ()))
             name = ("unshare", "--uts", "sh", "-c", f'echo {host} > /proc/sys/kernel/hostname; exec "$@"', "sh")
             prefix = ("ip", "netns", "exec", host, *name)
             runs.append(stack.enter_context(started(config, folder / host, launcher=launcher, prefix=prefix)))
@@ -135,6 +140,34 @@ def test_kill_of_a_launcher_ends_both_hosts(hosts, endless, tmp_path):
         os.kill(runs[1].process.pid, signal.SIGKILL)
         check_all_end(runs, list(ranks.values()))
     assert re.search(f"rank [23] on {HOSTS[1]} failed: its launcher has ended", runs[0].text), runs[0].text
+
+
+@pytest.mark.slow
+def test_torchrun_brings_both_hosts_back(hosts, config, tmp_path):
+    """The first host's torchrun counts no restart, since none of its own processes has failed; one is all there is."""
+    longer = config | {
+        "save_steps": 3,
+        "adapters": [adapter | {"max_steps": 40, "logging_steps": 6} for adapter in config["adapters"]],
+    }
+    with started_on_both(longer, tmp_path, (*C10D, "--max-restarts", "1")) as runs:
+        runs[0].wait_for_metrics()
+        os.kill(runs[1].ranks()[3], signal.SIGKILL)
+        for run in runs:
+            assert run.wait(120) == 0, run.text
+    assert len(re.findall(r"^a: goes on behind step", runs[0].text, re.MULTILINE)) == 1, runs[0].text
+    alone = train(longer, tmp_path / "alone")
+    assert alone.returncode == 0, alone.stderr
+    assert_same(tmp_path / "alone", runs[0].folder)
+
+
+@pytest.mark.slow
+def test_the_host_with_an_address_for_its_name_is_the_first(hosts, config, tmp_path):
+    """As launch/README.md says of hosts whose names stand in another order."""
+    address = ("--local-addr", ADDRESSES[HOSTS[1]])
+    with started_on_both(config, tmp_path, by_host={HOSTS[1]: address}) as runs:
+        for run in runs:
+            assert run.wait(120) == 0, run.text
+    assert not runs[0].folder.exists() and (runs[1].folder / "adapters/a").exists()
 
 
 @pytest.mark.slow

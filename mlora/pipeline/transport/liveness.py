@@ -33,7 +33,8 @@ from mlora.types import UserError
 
 T = TypeVar("T")
 _STORE_GONE = Failure(rank=0, host="", reason="its process or host has ended, the store is gone", consequence=True)
-_START_S = 300.0  # a rank may start this much after another: importing torch from a cold disk takes minutes
+START_S = 300.0  # a rank may start this much after another: importing torch from a cold disk takes minutes
+_CALL_S = 0.1  # rank 0 beats so often until all are here: they look for a start in which it does
 
 
 class Liveness:
@@ -188,7 +189,8 @@ class Liveness:
                     return
                 self._pass_on(board)
                 self._last_round = time.monotonic()
-                self._stop.wait(self._beat_s)
+                all_here = all(count for count, _ in heard.values())
+                self._stop.wait(self._beat_s if all_here or self._rank else _CALL_S)
         except RuntimeError:
             if not self._stop.is_set():
                 self._lost = True
@@ -217,7 +219,7 @@ class Liveness:
         """Look at all peers' counts; a Failure, also reported, for one that is silent too long and has not finished."""
         for peer, (count, since) in heard.items():
             now_count, now = board.beats(peer), time.monotonic()
-            limit = self._silent_s if count else _START_S
+            limit = self._silent_s if count else START_S
             if now_count != count:
                 heard[peer] = (now_count, now)
             elif now - since > limit and not board.marked("finished", peer):
@@ -266,7 +268,7 @@ class Liveness:
 
     def _show_first(self) -> None:
         """Print the run's first failure; rank 0, whose store may end with it, then waits until all others have too."""
-        failure, others = self._first_failure(), range(1, self._world)
+        failure = self._first_failure()
         self._code = failure.code
         if failure.trace and not failure.consequence and self._rank in (0, failure.rank):
             self._print(failure.trace.rstrip())
@@ -274,7 +276,13 @@ class Liveness:
         tell_launcher(failure.line)
         self._print(f"stopped: {failure.line}")
         if self._rank == 0:
-            self._unless_lost(lambda: self._board.all_marked("shown", others, 3 * self._beat_s))
+            self._unless_lost(self._call_until_shown)
+
+    def _call_until_shown(self) -> None:
+        """A rank that starts later than this one fails would else not know that this start is its own."""
+        others, deadline = range(1, self._world), time.monotonic() + 3 * self._beat_s
+        while not self._board.all_marked("shown", others, _CALL_S) and time.monotonic() < deadline:
+            self._board.beat(0)
 
     def _first_failure(self) -> Failure:
         """The run's; without a store what is known here, and who has taken the store with it."""
