@@ -104,6 +104,7 @@ from mlora.pipeline.stage import Batch, Stage
 from mlora.pipeline.transport.base import Direction, Transport
 from mlora.pipeline.transport.control import Control
 from mlora.pipeline.transport.distributed import distributed_control, distributed_transport
+from mlora.pipeline.transport.liveness import Liveness
 from mlora.types import Microbatch, StepDecision
 
 ROWS = (
@@ -286,7 +287,9 @@ def adapter_runs(row: Row, config: RunConfig, spec: ModelSpec) -> list[AdapterRu
 class Pipeline:
     """This process's stage of the engine. The adapters join once and are trained on in every later stream."""
 
-    def __init__(self, spec: ModelSpec, world: World, device: torch.device, options: argparse.Namespace) -> None:
+    def __init__(
+        self, spec: ModelSpec, world: World, store: dist.Store, device: torch.device, options: argparse.Namespace
+    ) -> None:
         prepare_for_nccl()
         prepare(device)
         self._spec, self._world, self._device, self._options = spec, world, device, options
@@ -297,7 +300,6 @@ class Pipeline:
         quantization = Quantization(kind=options.quantization) if options.quantization else None
         model = Decoder(spec, checkpoint, own, self._dtype, device, quantization)  # type: ignore[arg-type]
         self._stage, self._own = TimedStage(model, world.rank), own
-        store = world.open_store()
         self._control: Control = distributed_control(store, world.rank, world.size)
         transport = distributed_transport(store, range(world.size), world.rank, device)
         self._transport = CountingTransport(transport.stage, transport.stages, transport._links)
@@ -590,10 +592,12 @@ def child(options: argparse.Namespace) -> None:
     config, spec = shape_of(options)
     way = options.rows[0].way
     if way == "mlora":
-        pipeline = Pipeline(spec, world, device, options)
-        for row in options.rows:
-            report(pipeline.measure(row))
-        pipeline.close()
+        store = world.open_store()
+        with Liveness(store, world.rank, world.size):
+            pipeline = Pipeline(spec, world, store, device, options)
+            for row in options.rows:
+                report(pipeline.measure(row))
+            pipeline.close()
         return
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=PEER_TIMEOUT)
     peer = PEERS[way](config, spec, device)
