@@ -298,10 +298,16 @@ def _train(arguments: argparse.Namespace) -> int:
         tell_launcher(str(stopped))
         raise
     if results.failed:
-        tell_launcher(f"failed: {', '.join(results.failed)}")
-        print(f"mlora: failed: {', '.join(results.failed)}", file=sys.stderr)
+        tell_launcher(_failures(results))
+        print(f"mlora: {_failures(results)}", file=sys.stderr)
         return _FAILED
     return _OK
+
+
+def _failures(results: mlora.Results) -> str:
+    """Which adapters failed, and why the first did: all that a host without rank 0 shows."""
+    first = results.failed[0]
+    return f"failed: {', '.join(results.failed)}; {first}: {results.adapters[first].reason}"
 
 
 def _run_in_processes(nproc: int, argv: list[str]) -> int:
