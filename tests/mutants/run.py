@@ -31,6 +31,7 @@ KERNELS = "tests/kernels/test_company.py"
 QUANTISED = "tests/cpu/test_quantised.py"
 FP8 = "tests/cpu/test_fp8.py"
 DENSE = "test_a_quantised_base_is_a_dense_one_with_the_dequantised_weights"
+REPLICAS = "tests/multiproc/test_training.py::test_replicas_give_the_bits_of_one"
 COMPANY = f"{SHARED}::test_company_and_cuts_change_no_bit"
 # invariant, mutant, the test that must catch it
 MUTANTS = (
@@ -73,7 +74,8 @@ MUTANTS = (
     (3, "norm_of_the_first_stage_only", STAGES),
     (3, "decision_of_the_first_stage_only", STAGES),
     (3, "loss_forgotten_upstream", STAGES),
-    (3, "dealt_adapter_forgets_its_stages", "tests/multiproc/test_training.py::test_replicas_give_the_bits_of_one"),
+    (3, "dealt_adapter_forgets_its_stages", REPLICAS),
+    (3, "replica_waits_for_its_stages", REPLICAS),
     (4, "moments_not_restored", CRASH),
     (4, "count_not_restored", CRASH),
     (4, "saved_before_the_step", CRASH),
