@@ -113,6 +113,7 @@ MUTANTS = (
     (6, "retry_keeps_the_gradients", f"{POISON}::test_a_step_that_was_half_planned_is_repeated_from_its_first_sample"),
     (6, "steps_before_the_retry_count", POISON),
     (6, "poison_is_not_passed_on", POISON),
+    (6, "full_memory_ends_all", f"{ISOLATION}::test_an_adapter_for_which_a_stage_has_no_room_is_parked"),
     (6, "unreadable_data_end_all", f"{ISOLATION}::test_data_that_become_unreadable"),
     (6, "unreadable_rows_are_trained", f"{ISOLATION}::test_data_that_become_unreadable"),
     (6, "parked_for_ever", f"{ISOLATION}::test_what_an_exception_has_parked_goes_on_from_its_last_good_step"),
