@@ -44,13 +44,13 @@ class Optimizer:
     """torch's own AdamW or SGD on the flat master, or on a GPU AdamW as one kernel.
 
     With LoRA+ (Hayou et al., 2024) the matrices are parameters of their own, those of B with a rate of their own.
-    A step that is skipped leaves moments and AdamW's count alone.
+    A step that is skipped leaves moments and AdamW's count alone. All its memory is taken at once, so that a step needs
+    none of which there might be too little.
     """
 
     def __init__(self, state: AdapterState) -> None:
         self._state = state
         config, decay = state.config, state.config.weight_decay
-        self._count, self._moments = 0, dict[str, torch.Tensor]()  # AdamW's; flat, and there from its first step on
         views = self._views(state.master)
         groups = [{"params": [torch.nn.Parameter(x, requires_grad=False) for x in group]} for group in views]
         if config.optim == "sgd":
@@ -60,6 +60,7 @@ class Optimizer:
             self._torch = torch.optim.AdamW(
                 groups, lr=config.learning_rate, betas=betas, eps=config.adam_epsilon, weight_decay=decay
             )
+        self._count, self._moments = 0, self._zero_moments() if self._is_adamw else {}  # AdamW's; flat
         self._is_b = self._mask() if self._is_adamw and has_kernels(state.master) else None
 
     @property
@@ -85,7 +86,6 @@ class Optimizer:
         """Clip, update the masters, refresh the compute copy, clear the gradients."""
         state = self._state
         if self._is_adamw:
-            self._begin()
             self._count += 1
             if has_kernels(state.master):
                 self._adamw(learning_rate, coefficient)
@@ -101,16 +101,14 @@ class Optimizer:
         state.refresh()
         self.skip()
 
-    def _begin(self) -> None:
-        """Give torch's AdamW its state, as views of flat buffers, where it has none yet."""
-        if self._moments:
-            return
-        self._moments = {key: torch.zeros_like(self._state.master) for key in MOMENTS}
+    def _zero_moments(self) -> dict[str, torch.Tensor]:
+        """As flat buffers, of which views are the state of torch's AdamW."""
+        flats = {key: torch.zeros_like(self._state.master) for key in MOMENTS}
         parameters = [parameter for group in self._torch.param_groups for parameter in group["params"]]
-        views = [list(chain(*self._views(flat))) for flat in self._moments.values()]
+        views = [list(chain(*self._views(flat))) for flat in flats.values()]
         for parameter, *moments in zip(parameters, *views, strict=True):
-            self._torch.state[parameter] = dict(zip(MOMENTS, moments, strict=True))
-            self._torch.state[parameter]["step"] = torch.tensor(float(self._count))
+            self._torch.state[parameter] = {"step": torch.tensor(0.0), **dict(zip(MOMENTS, moments, strict=True))}
+        return flats
 
     def _adamw(self, learning_rate: float, coefficient: float) -> None:
         state, config = self._state, self._state.config
@@ -138,7 +136,7 @@ class Optimizer:
 
         One copy of each flat buffer; what is returned are views of them. Without ``moments`` the matrices alone.
         """
-        kept = self._moments if moments else {}
+        kept = self._moments if moments and self._count else {}
         flats = {"": self._state.master} | {f".{key}": flat for key, flat in kept.items()}
         found: dict[str, torch.Tensor] = {}
         for suffix, flat in zip(flats, on_host(list(flats.values())), strict=True):
@@ -152,8 +150,9 @@ class Optimizer:
         self._state.load({name: (tensors[f"{name}.A"], tensors[f"{name}.B"]) for name in own})
         if COUNT not in tensors:
             return
-        self._count, self._moments = int(tensors[COUNT]), {}
-        self._begin()
+        self._count = int(tensors[COUNT])
+        for kept in self._torch.state.values():
+            kept["step"].fill_(self._count)
         for key, flat in self._moments.items():
             for name, pair in self._state.named(flat).items():
                 for k, moment in zip("AB", pair, strict=True):

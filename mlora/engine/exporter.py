@@ -52,6 +52,39 @@ class Collector:
         return whole
 
 
+class InOrder:
+    """A thread that does one job after another, so that no stage waits for it."""
+
+    def __init__(self, name: str) -> None:
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix=name)
+        self._error: BaseException | None = None
+
+    def submit(self, job: Callable[[], None]) -> None:
+        """From any thread. Raises what went wrong before: a run that saves no more must not go on for days."""
+        self._raise_failed()
+        self._thread.submit(self._run, job)
+
+    def finish(self) -> None:
+        """Wait until all is done. Raises what went wrong."""
+        self._thread.shutdown()
+        self._raise_failed()
+
+    def abandon(self, wait: bool) -> None:
+        """Do what is at hand, waiting for it only where nothing can be missing from another stage, and end."""
+        self._thread.shutdown(wait=wait, cancel_futures=not wait)
+
+    def _run(self, job: Callable[[], None]) -> None:
+        if self._error is None:
+            try:
+                job()
+            except BaseException as error:
+                self._error = error
+
+    def _raise_failed(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+
 class Exporter:
     """Writes checkpoints and exports one after another, in the order in which the stream brings them.
 
@@ -74,46 +107,30 @@ class Exporter:
     ) -> None:
         self._output_dir, self._keep, self._base = config.output_dir, config.save_total_limit, base
         self._collector, self._cadence, self._recorder, self._status = collector, cadence, recorder, status
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="export")
-        self._error: BaseException | None = None
+        self._jobs = InOrder("export")
         self.written = 0
 
     def take(self, adapter: AdapterRun, record: Record, entry: Entry, tensors: Tensors) -> None:
         """A snapshot of the first stage for an entry "save", "keep" or "leave"; the other stages' are collected."""
-        self._submit(lambda: self._write(adapter, record, entry.kind, self._collector.collect(tag(entry), tensors)))
+        self._jobs.submit(
+            lambda: self._write(adapter, record, entry.kind, self._collector.collect(tag(entry), tensors))
+        )
 
     def write(self, adapter: AdapterRun, record: Record, kind: str, whole: Tensors) -> None:
         """The same for a snapshot that is all here."""
-        self._submit(lambda: self._write(adapter, record, kind, whole))
+        self._jobs.submit(lambda: self._write(adapter, record, kind, whole))
 
     def export(self, adapter: AdapterRun, whole: Tensors) -> None:
         """Export what had ended in an earlier run already."""
-        self._submit(lambda: self._export(adapter, adapter.record(), whole))
+        self._jobs.submit(lambda: self._export(adapter, adapter.record(), whole))
 
     def finish(self) -> None:
         """Wait until all is written. Raises what went wrong beyond a single adapter."""
-        self._thread.shutdown()
-        self._raise_failed()
+        self._jobs.finish()
 
     def abandon(self, wait: bool) -> None:
-        """Write what is at hand, waiting for it only where nothing can be missing from another stage, and end."""
-        self._thread.shutdown(wait=wait, cancel_futures=not wait)
-
-    def _submit(self, job: Callable[[], None]) -> None:
-        """From any thread. Raises what went wrong before: a run that saves no more must not go on for days."""
-        self._raise_failed()
-        self._thread.submit(self._run, job)
-
-    def _run(self, job: Callable[[], None]) -> None:
-        if self._error is None:
-            try:
-                job()
-            except BaseException as error:
-                self._error = error
-
-    def _raise_failed(self) -> None:
-        if self._error is not None:
-            raise self._error
+        """Write what is at hand, see ``InOrder.abandon``, and end."""
+        self._jobs.abandon(wait)
 
     def _write(self, adapter: AdapterRun, record: Record, kind: str, whole: Tensors) -> None:
         if kind == "keep":

@@ -17,7 +17,7 @@ from mlora.engine.adapter_run import AdapterRun, Record, StepReport
 from mlora.engine.cadence import Cadence
 from mlora.engine.coordinator import Coordinator, OnStep, Records
 from mlora.engine.evaluation import EvaluationReport
-from mlora.engine.exporter import Collector, Exporter, Tensors, tag
+from mlora.engine.exporter import Collector, Exporter, InOrder, Tensors, tag
 from mlora.engine.recorder import Recorder
 from mlora.engine.requests import Requests
 from mlora.engine.worker import Job, Seat, Worker
@@ -59,45 +59,45 @@ class _Finished:
 
 
 class RemoteRecorder:
-    """Recorder of a replica that does not write: everything goes to rank 0."""
+    """Recorder of a replica that does not write: everything goes to rank 0, in the order of ``jobs``."""
 
-    def __init__(self, control: Control) -> None:
-        self._control = control
+    def __init__(self, control: Control, jobs: InOrder) -> None:
+        self._control, self._jobs = control, jobs
 
     def start(self, adapter: str, earlier: Sequence[StepReport], config: AdapterConfig) -> None:
         """The adapter's clock starts."""
-        self._control.report(_Start(adapter))
+        self._jobs.submit(lambda: self._control.report(_Start(adapter)))
 
     def step(self, report: StepReport, config: AdapterConfig) -> None:
         """A step's numbers."""
-        self._control.report(report)
+        self._jobs.submit(lambda: self._control.report(report))
 
     def evaluation(self, report: EvaluationReport) -> None:
         """An evaluation's numbers."""
-        self._control.report(report)
+        self._jobs.submit(lambda: self._control.report(report))
 
 
 class RemoteExporter:
     """Exporter of a replica that does not write: an adapter's snapshots go to rank 0, where its end is known by them.
 
+    The stream must not wait for the stages behind the first: they meet a STEP a tick later than the first does.
     What rank 0's disk takes for a write is not known here; the time until it is under way stands for it.
     """
 
-    def __init__(self, control: Control, collector: Collector, cadence: Cadence) -> None:
-        self._control, self._collector, self._cadence = control, collector, cadence
+    def __init__(self, control: Control, collector: Collector, cadence: Cadence, jobs: InOrder) -> None:
+        self._control, self._collector, self._cadence, self._jobs = control, collector, cadence, jobs
 
     def take(self, adapter: AdapterRun, record: Record, entry: Entry, tensors: Tensors) -> None:
         """Send the adapter as it is at the entry."""
+        self._jobs.submit(lambda: self._send(adapter, record, entry, tensors))
+
+    def _send(self, adapter: AdapterRun, record: Record, entry: Entry, tensors: Tensors) -> None:
         start = time.monotonic()
         whole = self._collector.collect(tag(entry), tensors)
         self._control.report(_Snapshot(adapter.index, record, entry.kind))
         self._control.send_tensors(whole)
         if entry.kind != "keep":
             self._cadence.wrote(adapter.config.name, time.monotonic() - start)
-
-    def finish(self, signal: int | None) -> None:
-        """Say that nothing follows, and which signal has stopped the replica, if any."""
-        self._control.report(_Finished(signal))
 
 
 def first_stage(
@@ -147,12 +147,17 @@ def _of_layers(tensors: Tensors, layers: range) -> dict[str, torch.Tensor]:
 
 def lead_replica(job: Job, seat: Seat, on_step: OnStep | None, requests: Requests) -> None:
     """Train what rank 0 hands over, as stage 0 of a replica behind the first."""
-    world, cadence = seat.world, Cadence(job.config)
+    world, cadence, jobs = seat.world, Cadence(job.config), InOrder("reports")
     assert world is not None
-    exporter = RemoteExporter(world, Collector(seat.stages), cadence)
-    worker, windows = first_stage(job, seat, world.next(), RemoteRecorder(world), exporter, on_step, requests, cadence)
-    worker.run(windows)
-    exporter.finish(requests.signal)
+    recorder, exporter = RemoteRecorder(world, jobs), RemoteExporter(world, Collector(seat.stages), cadence, jobs)
+    try:
+        worker, windows = first_stage(job, seat, world.next(), recorder, exporter, on_step, requests, cadence)
+        worker.run(windows)
+        jobs.submit(lambda: world.report(_Finished(requests.signal)))
+        jobs.finish()
+    except BaseException:
+        jobs.abandon(wait=False)
+        raise
     if seat.stages:
         seat.stages.gather_objects(worker.executor.timeline)
 

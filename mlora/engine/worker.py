@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import socket
 import time
+import traceback
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -115,15 +117,28 @@ class Worker:
             self._stage.reset(entry.slot)
             return
         if entry.kind == "join":
-            assert entry.config is not None
-            shapes = linear_shapes(self._spec)
-            state = AdapterState(entry.config, entry.targets, shapes, self._layers, self._job.dtype, self._device)
-            self._stage.join(entry.slot, state)
-            if entry.restored:
-                self._stage.restore(entry.slot, self._fetch(entry))
+            self._join(entry)
             return
         start = time.perf_counter()
         self._deliver(entry, self._stage.snapshot(entry.slot, moments=entry.kind != "keep"))
         self.waited_s += time.perf_counter() - start
         if entry.kind == "leave":
             self._stage.leave(entry.slot)
+
+    def _join(self, entry: Entry) -> None:
+        """An adapter for which there is no room is held on the host, so that it is parked and the others go on."""
+        assert entry.config is not None
+        shapes, dtype = linear_shapes(self._spec), self._job.dtype
+        state_on = partial(AdapterState, entry.config, entry.targets, shapes, self._layers, dtype)
+        reason = ""
+        try:
+            self._stage.join(entry.slot, state_on(self._device))
+        except AssertionError:
+            raise  # a bug of ours
+        except Exception as error:
+            traceback.print_exc()
+            reason = f"the adapter could not be taken in: {type(error).__name__}: {error}"
+        if reason:  # behind the handler, which keeps alive what was taken of the memory
+            self._stage.hold(entry.slot, state_on(torch.device("cpu")), reason)
+        if entry.restored:
+            self._stage.restore(entry.slot, self._fetch(entry))

@@ -98,6 +98,7 @@ class Stage:
         self._optimizers: dict[int, Optimizer] = {}
         self._states: dict[int, AdapterState] = {}
         self._losses: dict[int, list[torch.Tensor]] = {}
+        self._held: dict[int, str] = {}
         self._flights: dict[int, _Flight] = {}
         self._closing: dict[int, _Closing] = {}
         self._graphs = Graphs(self._run, model.backward)
@@ -118,8 +119,14 @@ class Stage:
                 if group is not None:
                     bank.put(slot, group)
 
+    def hold(self, slot: int, state: AdapterState, reason: str) -> None:
+        """Put an adapter that cannot compute here into a free slot: its microbatches raise ``reason``."""
+        self._states[slot], self._optimizers[slot], self._losses[slot] = state, Optimizer(state), []
+        self._held[slot] = reason
+
     def leave(self, slot: int) -> None:
         """Free the slot. The adapter must have no microbatch in flight."""
+        self._held.pop(slot, None)
         del self._states[slot], self._optimizers[slot], self._losses[slot]
         for banks in self._banks.values():
             for bank in banks.values():
@@ -129,6 +136,7 @@ class Stage:
     def forward(self, batch: Batch, x_TD: torch.Tensor | None = None) -> torch.Tensor | None:
         """F: the rows that go to the next stage; None on the last, which forms loss and its gradient at once."""
         model, microbatch = self.model, batch.microbatch
+        self._check_held(microbatch)
         targets = _targets(batch, self._scale) if model.is_last else None
         x_TD = model.embed(batch.input_ids_T) if x_TD is None else x_TD
         out_TD, kept = self._forward(x_TD, model.pack(microbatch))
@@ -200,7 +208,13 @@ class Stage:
     def _run(self, x_TD: torch.Tensor, packed: Any) -> tuple[torch.Tensor, Any]:
         return self.model.forward(x_TD, packed, self._banks, self._recompute)
 
+    def _check_held(self, microbatch: Microbatch) -> None:
+        for segment in microbatch.segments:
+            if segment.slot in self._held:
+                raise RuntimeError(self._held[segment.slot])
+
     def _infer(self, batch: Batch, x_TD: torch.Tensor | None) -> torch.Tensor:
+        self._check_held(batch.microbatch)
         x_TD = self.model.embed(batch.input_ids_T) if x_TD is None else x_TD
         return self.model.infer(x_TD, self.model.pack(batch.microbatch, dropout=False), self._banks)
 

@@ -8,8 +8,10 @@ import shutil
 import subprocess
 
 import pytest
+import torch
 
 import mlora
+from mlora.adapters.optimizer import Optimizer
 from mlora.checkpoint import versions
 from mlora.engine.status import read_status
 from mlora.pipeline.stage import Stage
@@ -68,6 +70,36 @@ def test_data_that_become_unreadable(tmp_path, model, adapters, undisturbed, mon
     assert_only_b_is_parked(results, undisturbed, folder, "its data cannot be read any more: the token cache")
     with (entry / "ids").open("r+b") as file:
         file.write(whole)
+    assert_resumed(model, adapters, folder, undisturbed)
+
+
+@pytest.mark.parametrize("goes_on", [False, True])
+@pytest.mark.parametrize("layers, full", [([4], 0), ([2, 1, 1], 0), ([2, 1, 1], 2)])
+def test_an_adapter_for_which_a_stage_has_no_room_is_parked(
+    tmp_path, model, adapters, undisturbed, monkeypatch, layers, full, goes_on
+):
+    """``full`` is the first layer of that stage; with ``goes_on`` the adapter joins it from a checkpoint."""
+    folder, original, raised = tmp_path / "run", Optimizer._zero_moments, []
+    stages = config(model, adapters, folder, save_steps=3)
+    stages["pipeline"] = {"stages": len(layers), "transport": "local", "layers": layers}
+
+    def ended(report):
+        if report.step == 5:
+            raise KeyboardInterrupt
+
+    def too_large(self):
+        if self._state.config.name == "b" and self._state.layers.start == full and not raised:
+            raised.append(full)
+            raise torch.OutOfMemoryError("no room")
+        return original(self)
+
+    if goes_on:
+        with pytest.raises(KeyboardInterrupt):
+            mlora.train(stages, on_step=ended)
+    with monkeypatch.context() as patch:
+        patch.setattr(Optimizer, "_zero_moments", too_large)
+        results = mlora.train(stages, resume="auto" if goes_on else None)
+    assert_only_b_is_parked(results, undisturbed, folder, "could not be taken in: OutOfMemoryError: no room")
     assert_resumed(model, adapters, folder, undisturbed)
 
 

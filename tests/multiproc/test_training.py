@@ -95,8 +95,12 @@ def test_recompute_twice_in_flight_and_a_queue_give_the_bits_of_one(config, alon
 
 @pytest.mark.parametrize("stages, replicas", [(2, 2), (1, 2)])
 def test_replicas_give_the_bits_of_one(config, alone, tmp_path, stages, replicas):
-    finished = train(config, tmp_path / "run", "--nproc", str(stages * replicas), stages=stages, replicas=replicas)
+    """Also while each saves all its steps: a first stage must not wait for the snapshots of those behind it."""
+    saving, processes = config | {"save_steps": 1}, str(stages * replicas)
+    finished = train(saving, tmp_path / "run", "--nproc", processes, stages=stages, replicas=replicas)
     assert finished.returncode == 0, finished.stdout + finished.stderr
+    steps = sum(adapter.get("max_steps", 5) for adapter in config["adapters"])
+    assert f"checkpoints: {steps} written" in finished.stdout
     assert_same(alone, tmp_path / "run")
 
 

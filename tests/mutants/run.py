@@ -31,6 +31,7 @@ KERNELS = "tests/kernels/test_company.py"
 QUANTISED = "tests/cpu/test_quantised.py"
 FP8 = "tests/cpu/test_fp8.py"
 DENSE = "test_a_quantised_base_is_a_dense_one_with_the_dequantised_weights"
+REPLICAS = "tests/multiproc/test_training.py::test_replicas_give_the_bits_of_one"
 COMPANY = f"{SHARED}::test_company_and_cuts_change_no_bit"
 # invariant, mutant, the test that must catch it
 MUTANTS = (
@@ -73,7 +74,8 @@ MUTANTS = (
     (3, "norm_of_the_first_stage_only", STAGES),
     (3, "decision_of_the_first_stage_only", STAGES),
     (3, "loss_forgotten_upstream", STAGES),
-    (3, "dealt_adapter_forgets_its_stages", "tests/multiproc/test_training.py::test_replicas_give_the_bits_of_one"),
+    (3, "dealt_adapter_forgets_its_stages", REPLICAS),
+    (3, "replica_waits_for_its_stages", REPLICAS),
     (4, "moments_not_restored", CRASH),
     (4, "count_not_restored", CRASH),
     (4, "saved_before_the_step", CRASH),
@@ -111,6 +113,7 @@ MUTANTS = (
     (6, "retry_keeps_the_gradients", f"{POISON}::test_a_step_that_was_half_planned_is_repeated_from_its_first_sample"),
     (6, "steps_before_the_retry_count", POISON),
     (6, "poison_is_not_passed_on", POISON),
+    (6, "full_memory_ends_all", f"{ISOLATION}::test_an_adapter_for_which_a_stage_has_no_room_is_parked"),
     (6, "unreadable_data_end_all", f"{ISOLATION}::test_data_that_become_unreadable"),
     (6, "unreadable_rows_are_trained", f"{ISOLATION}::test_data_that_become_unreadable"),
     (6, "parked_for_ever", f"{ISOLATION}::test_what_an_exception_has_parked_goes_on_from_its_last_good_step"),
