@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -13,6 +12,7 @@ from mlora.data import TokenData, open_source, open_tokens
 from mlora.engine.adapter_run import in_order
 from mlora.engine.batches import packed_inputs
 from mlora.engine.device import row_bucket
+from mlora.engine.evaluation import perplexity
 from mlora.engine.prepare import cache_folder
 from mlora.engine.progress import Progress
 from mlora.engine.ranks import run_stages
@@ -48,7 +48,7 @@ class Evaluation:
     @property
     def perplexity(self) -> float:
         """exp(loss)."""
-        return math.exp(self.loss) if self.loss < 700 else math.inf
+        return perplexity(self.loss)
 
 
 def evaluate(models: Models, config: AdapterConfig) -> list[Evaluation]:

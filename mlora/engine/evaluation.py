@@ -33,10 +33,15 @@ class EvaluationReport:
     @property
     def perplexity(self) -> float:
         """exp(loss)."""
-        try:
-            return math.exp(self.loss)
-        except OverflowError:
-            return math.inf
+        return perplexity(self.loss)
+
+
+def perplexity(loss: float) -> float:
+    """exp(loss), infinite where that is too large."""
+    try:
+        return math.exp(loss)
+    except OverflowError:
+        return math.inf
 
 
 def is_due(config: AdapterConfig, done: int, total: int) -> bool:

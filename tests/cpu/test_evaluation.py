@@ -292,3 +292,12 @@ def test_when_evaluations_are_due(eval_steps, total, expected):
     steps = tuple(eval_steps) if isinstance(eval_steps, list) else eval_steps
     config = AdapterConfig(name="a", dataset=DatasetConfig(path=Path("x")), val_size=1, eval_steps=steps)
     assert [done for done in range(total + 2) if is_due(config, done, total)] == expected
+
+
+@pytest.mark.parametrize("loss", [0.0, 705.0, 710.0, math.nan])
+def test_perplexity_is_the_same_in_a_run_and_behind_it(loss):
+    report = EvaluationReport(
+        adapter="a", step=1, total_steps=1, loss=loss, correct_tokens=1, target_tokens=1, best=False
+    )
+    evaluation = mlora.Evaluation(adapter="a", rows=1, target_tokens=1, loss=loss, accuracy=1.0)
+    assert str(report.perplexity) == str(evaluation.perplexity)
