@@ -18,8 +18,8 @@ from mlora.engine.world import is_launched
 from mlora.models.decoder import Decoder
 from mlora.models.quantised import FrozenLinears, check_quantization
 from mlora.models.spec import ModelSpec, Quantization, load_spec
-from mlora.models.weights import Checkpoint, Weights, linear_names
-from mlora.types import UserError
+from mlora.models.weights import Checkpoint, Weights
+from mlora.types import UserError, linear_names
 
 _ROWS = 48  # tokens of the sample whose logits are compared
 _CPU = torch.device("cpu")
@@ -60,7 +60,7 @@ class _Source(Weights):
         dtype: str | None,
     ) -> None:
         self._base, self._spec, self._linears = base, spec, linears
-        self._adapter, self._dtype, self._names = adapter, dtype, frozenset(linear_names(spec))
+        self._adapter, self._dtype, self._names = adapter, dtype, frozenset(linear_names(spec.num_layers))
 
     def dtype_of(self, name: str) -> str:
         """In which the tensor is made: asked for, or as stored; of a weight stored quantised, the embedding's."""
