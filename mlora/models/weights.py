@@ -100,15 +100,14 @@ class Checkpoint(Weights):
         """The type in which the tensor is stored, by safetensors' name; of a quantised weight, the embedding's."""
         return self._entries[_EMBEDDING if name.removesuffix(".weight") in self._scales else name].dtype
 
-    def files(self) -> dict[str, list[tuple[str, tuple[int, ...], str]]]:
-        """Name, shape and stored type of each tensor that the model needs, by the name of the file that holds it.
+    def files(self) -> dict[str, list[tuple[str, tuple[int, ...]]]]:
+        """Name and shape of each tensor that the model needs, by the name of the file that holds it.
 
         The shape is that of the weight also where it is stored packed.
         """
-        found: dict[str, list[tuple[str, tuple[int, ...], str]]] = {}
+        found: dict[str, list[tuple[str, tuple[int, ...]]]] = {}
         for name, shape in _tensor_shapes(self._spec).items():
-            entry = self._entries[name]
-            found.setdefault(entry.file.name, []).append((name, shape, entry.dtype))
+            found.setdefault(self._entries[name].file.name, []).append((name, shape))
         return found
 
     def layer(self, index: int) -> dict[str, torch.Tensor]:
