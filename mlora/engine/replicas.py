@@ -65,15 +65,12 @@ class RemoteRecorder:
         self._control = control
 
     def start(self, adapter: str, earlier: Sequence[StepReport], config: AdapterConfig) -> None:
-        """The adapter's clock starts."""
         self._control.report(_Start(adapter))
 
     def step(self, report: StepReport, config: AdapterConfig) -> None:
-        """A step's numbers."""
         self._control.report(report)
 
     def evaluation(self, report: EvaluationReport) -> None:
-        """An evaluation's numbers."""
         self._control.report(report)
 
 
@@ -151,7 +148,7 @@ def lead_replica(job: Job, seat: Seat, on_step: OnStep | None, requests: Request
     assert world is not None
     exporter = RemoteExporter(world, Collector(seat.stages), cadence)
     worker, windows = first_stage(job, seat, world.next(), RemoteRecorder(world), exporter, on_step, requests, cadence)
-    worker.run(windows)
+    worker.executor.run(windows)
     exporter.finish(requests.signal)
     if seat.stages:
         seat.stages.gather_objects(worker.executor.timeline)
