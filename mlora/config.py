@@ -761,10 +761,10 @@ def _override(tree: dict[str, Any], override: str) -> None:
 def _descend(node: Any, path: str, override: str) -> tuple[Any, str]:
     """One block down: the block, and the rest of the path below it."""
     if isinstance(node, list):
-        for entry in node:
-            name = f"{entry.get('name')}." if isinstance(entry, dict) else ""
-            if name and path.startswith(name):
-                return entry, path.removeprefix(name)
+        named = {f"{entry['name']}.": entry for entry in node if isinstance(entry, dict) and "name" in entry}
+        name = max(filter(path.startswith, named), key=len, default="")
+        if name:
+            return named[name], path.removeprefix(name)
         place, _, below = path.partition(".")
         if place.isdigit() and int(place) < len(node) and isinstance(node[int(place)], dict):
             return node[int(place)], below
