@@ -470,7 +470,7 @@ def _generate(arguments: argparse.Namespace) -> int:
 
 
 def _eval(arguments: argparse.Namespace) -> int:
-    from mlora.engine.evaluate import evaluate, evaluation_table
+    from mlora.engine.evaluate import evaluate, evaluation_json, evaluation_table
     from mlora.engine.use import Models
     from mlora.engine.world import is_first_rank
 
@@ -479,7 +479,7 @@ def _eval(arguments: argparse.Namespace) -> int:
         return _OK
     if arguments.json:
         for evaluation in found:
-            print(json.dumps(asdict(evaluation) | {"perplexity": evaluation.perplexity}))
+            print(evaluation_json(evaluation))
     else:
         print(evaluation_table(found))
     return _OK

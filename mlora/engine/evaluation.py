@@ -32,7 +32,6 @@ class EvaluationReport:
 
     @property
     def perplexity(self) -> float:
-        """exp(loss)."""
         return perplexity(self.loss)
 
 
@@ -42,6 +41,11 @@ def perplexity(loss: float) -> float:
         return math.exp(loss)
     except OverflowError:
         return math.inf
+
+
+def for_json(value: float) -> float | str:
+    """JSON has no NaN and no infinity: they are written as text."""
+    return value if math.isfinite(value) else str(value)
 
 
 def is_due(config: AdapterConfig, done: int, total: int) -> bool:
