@@ -54,7 +54,7 @@ from mlora.models.spec import ModelSpec, Quantization, linear_shapes, load_spec
 from mlora.models.weights import Weights
 from mlora.ops.exact import exact_sum
 from mlora.pipeline.stage import Batch, Stage, StepSums
-from mlora.types import IGNORE, MERGED_LINEARS, Microbatch, SampleRef, Segment, StepDecision
+from mlora.types import IGNORE, LINEAR_PATHS, Microbatch, SampleRef, Segment, StepDecision
 
 R, ALPHA, RATE, MAX_NORM = 16, 32, 1e-4, 1.0
 WARM_UP = 3
@@ -227,8 +227,7 @@ class RandomCheckpoint(Weights):
 
     def layer(self, index: int) -> dict[str, torch.Tensor]:
         shapes = linear_shapes(self._spec)
-        paths = [path for paths in MERGED_LINEARS.values() for path in paths]
-        linears = {f"{path}.weight": self._normal(*shapes[path.split(".")[-1]]) for path in paths}
+        linears = {f"{path}.weight": self._normal(*shapes[path.split(".")[-1]]) for path in LINEAR_PATHS}
         norms = ("input_layernorm", "post_attention_layernorm")
         return linears | {f"{norm}.weight": self.final_norm() for norm in norms}
 

@@ -45,25 +45,19 @@ __all__ = [
 ]
 
 _LAZY = {
-    "AdapterResult": "mlora.engine.results",
-    "Answer": "mlora.engine.generate",
-    "Evaluation": "mlora.engine.evaluate",
-    "Merged": "mlora.engine.merge",
-    "Models": "mlora.engine.use",
-    "Results": "mlora.engine.results",
-    "Sampling": "mlora.engine.generate",
-    "StepReport": "mlora.engine.adapter_run",
-    "evaluate": "mlora.engine.evaluate",
-    "generate": "mlora.engine.generate",
-    "merge": "mlora.engine.merge",
-    "read_prompts": "mlora.engine.generate",
-    "text_prompt": "mlora.engine.generate",
-    "train": "mlora.engine.run",
+    "mlora.engine.adapter_run": ("StepReport",),
+    "mlora.engine.evaluate": ("Evaluation", "evaluate"),
+    "mlora.engine.generate": ("Answer", "Sampling", "generate", "read_prompts", "text_prompt"),
+    "mlora.engine.merge": ("Merged", "merge"),
+    "mlora.engine.results": ("AdapterResult", "Results"),
+    "mlora.engine.run": ("train",),
+    "mlora.engine.use": ("Models",),
 }
 
 
 def __getattr__(name: str) -> Any:
     """What stands on torch is imported when it is first used, so that ``mlora --help`` answers at once."""
-    if name not in _LAZY:
-        raise AttributeError(f"module 'mlora' has no attribute {name!r}")
-    return getattr(import_module(_LAZY[name]), name)
+    for module, names in _LAZY.items():
+        if name in names:
+            return getattr(import_module(module), name)
+    raise AttributeError(f"module 'mlora' has no attribute {name!r}")

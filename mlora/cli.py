@@ -31,12 +31,12 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from mlora.engine.generate import Answer
-    from mlora.engine.use import Models
 
 Made = TypeVar("Made")
 _TRAIN_EPILOG = "Everything else is a key of the file, such as --set defaults.learning_rate=1e-4."
 _NPROC = "start N processes on this host, as torchrun would"
 _STARTER_MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
+_DTYPES = ("float32", "bfloat16", "float16")
 _OK, _BUG, _USER, _FAILED, _INTERRUPTED = 0, 1, 2, 3, 128 + 2
 
 
@@ -165,7 +165,9 @@ def _parser() -> argparse.ArgumentParser:
     init.add_argument("files", metavar="DATA", nargs="+", help="a data file; each becomes an adapter")
     init.add_argument("--output", default="run.yaml", metavar="CONFIG", help="the file to write (run.yaml)")
     init.add_argument("--base-model", default=_STARTER_MODEL, metavar="MODEL", help=f"({_STARTER_MODEL})")
-    _add_after_training(add)
+    _add_merge_and_export(add)
+    _add_generate(add)
+    _add_comparisons(add)
     add("env", _env, "", "show versions and devices, for bug reports")
     return parser
 
@@ -188,24 +190,25 @@ def _add_set(parser: argparse.ArgumentParser, what: str) -> None:
     parser.add_argument("--set", action="append", default=[], metavar="A.B=C", help=what)
 
 
-def _add_after_training(add: Callable[..., argparse.ArgumentParser]) -> None:
-    """The commands that use adapters."""
+def _add_merge_and_export(add: Callable[..., argparse.ArgumentParser]) -> None:
     merge = add("merge", _merge, "merge", "add an adapter into its base model: a model folder for any loader")
-    merge.add_argument("adapter", metavar="ADAPTER", help="the adapter's folder, such as RUN/adapters/NAME")
-    merge.add_argument("output", metavar="FOLDER", help="a new folder")
+    export = add("export", _export, "portable", "write an adapter in another form")
+    for command in (merge, export):
+        command.add_argument("adapter", metavar="ADAPTER", help="the adapter's folder, such as RUN/adapters/NAME")
+        command.add_argument("output", metavar="FOLDER", help="a new folder")
     merge.add_argument("--base", metavar="MODEL", help="the base model, if not where the adapter says")
-    merge.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="of the result (the base's own)")
+    merge.add_argument("--dtype", choices=_DTYPES, help="of the result (the base's own)")
     merge.add_argument(
         "--dequantised",
         action="store_true",
         help="merge into what the weights of its quantised base stand for, not into the original ones",
     )
-    export = add("export", _export, "portable", "write an adapter in another form")
-    export.add_argument("adapter", metavar="ADAPTER", help="the adapter's folder, such as RUN/adapters/NAME")
-    export.add_argument("output", metavar="FOLDER", help="a new folder")
     export.add_argument(
         "--portable", action="store_true", required=True, help="rsLoRA's scaling folded into lora_alpha"
     )
+
+
+def _add_generate(add: Callable[..., argparse.ArgumentParser]) -> None:
     generate = add("generate", _generate, "generate", "let adapters, or their base model, answer prompts")
     _add_models(generate)
     asked = generate.add_mutually_exclusive_group(required=True)
@@ -223,6 +226,9 @@ def _add_after_training(add: Callable[..., argparse.ArgumentParser]) -> None:
     )
     generate.add_argument("--seed", type=int, default=42, metavar="N", help="of the draws (42)")
     generate.add_argument("--batch-size", type=int, default=16, metavar="N", help="answers made at once (16)")
+
+
+def _add_comparisons(add: Callable[..., argparse.ArgumentParser]) -> None:
     evaluate = add(
         "eval", _eval, "evaluate", "loss, perplexity and accuracy of adapters, or their base model, on a file"
     )
@@ -241,19 +247,11 @@ def _add_models(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("places", nargs="*", metavar="ADAPTER", help="an adapter's folder, or a run's with all of them")
     parser.add_argument("--base", metavar="MODEL", help="the base model, if not the one that the adapters name")
     parser.add_argument("--with-base", action="store_true", help="the base model without an adapter, too")
-    parser.add_argument(
-        "--dtype", default="auto", choices=("auto", "float32", "bfloat16", "float16"), help="of the base"
-    )
+    parser.add_argument("--dtype", default="auto", choices=("auto", *_DTYPES), help="of the base")
     parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"))
     parser.add_argument("--json", action="store_true", help="a JSON object per line")
     parser.add_argument("--stages", type=int, metavar="S", help="cut the model into S stages of one process")
     parser.add_argument("--nproc", type=int, metavar="N", help=f"{_NPROC}, a stage in each")
-
-
-def _models(arguments: argparse.Namespace) -> Models:
-    from mlora.engine.use import Models
-
-    return _made(Models, arguments)
 
 
 def _made(kind: type[Made], arguments: argparse.Namespace) -> Made:
@@ -453,6 +451,7 @@ def _export(arguments: argparse.Namespace) -> int:
 
 def _generate(arguments: argparse.Namespace) -> int:
     from mlora.engine.generate import Sampling, generate, read_prompts, text_prompt
+    from mlora.engine.use import Models
 
     sampling = _made(Sampling, arguments)
     if arguments.file and (arguments.system is not None or arguments.plain):
@@ -472,20 +471,21 @@ def _generate(arguments: argparse.Namespace) -> int:
             end = "" if answer.ended else " (cut)"
             print(f"[{answer.prompt + 1}] {answer.adapter}{end}: {answer.text}", flush=True)
 
-    generate(_models(arguments), ask, sampling, arguments.batch_size, show)
+    generate(_made(Models, arguments), ask, sampling, arguments.batch_size, show)
     return _OK
 
 
 def _eval(arguments: argparse.Namespace) -> int:
-    from mlora.engine.evaluate import evaluate, evaluation_table
+    from mlora.engine.evaluate import evaluate, evaluation_json, evaluation_table
+    from mlora.engine.use import Models
     from mlora.engine.world import is_first_rank
 
-    found = evaluate(_models(arguments), data_config(arguments.file, arguments.set))
+    found = evaluate(_made(Models, arguments), data_config(arguments.file, arguments.set))
     if not is_first_rank():
         return _OK
     if arguments.json:
         for evaluation in found:
-            print(json.dumps(asdict(evaluation) | {"perplexity": evaluation.perplexity}))
+            print(evaluation_json(evaluation))
     else:
         print(evaluation_table(found))
     return _OK

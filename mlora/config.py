@@ -66,11 +66,15 @@ _ELSEWHERE = {
 _REFUSED_INITS = {
     "pissa": "PiSSA moves part of the frozen weight into the adapter",
     "olora": "OLoRA moves part of the frozen weight into the adapter",
-    "corda": "CorDA moves part of the frozen weight into the adapter",
-    "eva": "EVA needs a pass over the data before training",
-    "loftq": "LoftQ changes the frozen weights",
-    "lora_ga": "LoRA-GA moves part of the frozen weight into the adapter",
+    **{init: REFUSED[f"{init}_config"][1] for init in ("corda", "eva", "loftq", "lora_ga")},
 }
+
+
+def _check_positive(config: object, place: str, *keys: str) -> None:
+    for key in keys:
+        value = getattr(config, key)
+        if value not in (None, "auto") and value < 1:
+            raise UserError(f"{place}{key}: {value} is not a positive number")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,8 +116,7 @@ class DatasetConfig:
                 raise UserError(f"dataset.{key}: belongs to a data set on the hub, but {self.path} is a file")
         if self.hub is not None and not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", self.hub):
             raise UserError(f"dataset.hub: {self.hub!r} is no id such as tatsu-lab/alpaca; a file is given as path")
-        if self.max_samples is not None and self.max_samples < 1:
-            raise UserError(f"dataset.max_samples: {self.max_samples} is not a positive number")
+        _check_positive(self, "dataset.", "max_samples")
         if self.weight is not None and not 1e-6 <= self.weight <= 1e6:
             raise UserError(f"dataset.weight: {self.weight:g} is outside 1e-06 … 1e+06")
 
@@ -253,9 +256,7 @@ class PipelineConfig:
     transport: Literal["auto", "local", "gloo", "nccl"] = "auto"  # local: the stages are threads of one process
 
     def __post_init__(self) -> None:
-        for key in ("stages", "replicas"):
-            if getattr(self, key) is not None and getattr(self, key) < 1:
-                raise UserError(f"pipeline.{key}: {getattr(self, key)} is not a positive number")
+        _check_positive(self, "pipeline.", "stages", "replicas")
         if self.in_flight not in (None, 1, 2):
             raise UserError(f"pipeline.in_flight: {self.in_flight} is not 1 or 2")
 
@@ -303,9 +304,7 @@ class RunConfig:
     def __post_init__(self) -> None:
         if not self.adapters:
             raise UserError("adapters: the list is empty; give at least one adapter with a name and a dataset")
-        for key in ("microbatch_tokens", "max_active", "save_steps", "save_total_limit"):
-            if getattr(self, key) not in (None, "auto") and getattr(self, key) < 1:
-                raise UserError(f"{key}: {getattr(self, key)} is not a positive number")
+        _check_positive(self, "", "microbatch_tokens", "max_active", "save_steps", "save_total_limit")
         if self.quantization in ("int8", "fp8") and self.double_quantization:
             raise UserError(
                 f"double_quantization: {self.quantization} has one scale a row, which is not quantised; leave it out"
@@ -403,26 +402,9 @@ def parse_config(tree: Mapping[str, Any], base: str | Path = ".") -> RunConfig:
     """
     if not isinstance(tree, Mapping):
         raise UserError(f"expected keys such as base_model and adapters, found {_kind(tree)}")
-    base = Path(base)
-    tree = dict(tree)
-    defaults = tree.pop("defaults", None) or {}
-    if not isinstance(defaults, Mapping):
-        raise UserError(f"defaults: expected a block of adapter keys, found {_kind(defaults)}")
-    defaults = names.canonical(defaults, names.ADAPTER, "defaults", _misplaced())
-    for key in ("name", "dataset"):
-        if key in defaults:
-            raise UserError(f"defaults.{key}: every adapter has its own {key}")
-    entries = tree.pop("adapters", None)
-    if entries is None:
-        raise UserError(
-            "adapters: missing; write a block for each adapter, such as adapters: [{name: mine, dataset: data.jsonl}], "
-            "with its keys there or under defaults; mlora init writes such a file"
-        )
-    if not isinstance(entries, list):
-        raise UserError(f"adapters: expected a list of adapters, found {_kind(entries)}")
-    entries = [made for entry in entries for made in _grid(entry, defaults)]
-    defaults.pop("grid", None)
-    adapters = tuple(_adapter(entry, defaults, i, base) for i, entry in enumerate(entries))
+    base, tree = Path(base), dict(tree)
+    defaults = _defaults(tree.pop("defaults", None) or {})
+    adapters = _adapters(tree.pop("adapters", None), defaults, base)
     tree = names.canonical(tree, names.RUN, "", _elsewhere(RunConfig, AdapterConfig, names.ADAPTER))
     if "base_model" not in tree:
         raise UserError("base_model: missing; write a local folder or a hub id such as HuggingFaceTB/SmolLM2-135M")
@@ -436,6 +418,29 @@ def parse_config(tree: Mapping[str, Any], base: str | Path = ".") -> RunConfig:
     if (base / local).is_dir():
         values["base_model"] = str((base / local).resolve())
     return RunConfig(adapters=adapters, pipeline=pipeline, **values)
+
+
+def _defaults(tree: object) -> dict[str, Any]:
+    if not isinstance(tree, Mapping):
+        raise UserError(f"defaults: expected a block of adapter keys, found {_kind(tree)}")
+    defaults = names.canonical(tree, names.ADAPTER, "defaults", _misplaced())
+    for key in ("name", "dataset"):
+        if key in defaults:
+            raise UserError(f"defaults.{key}: every adapter has its own {key}")
+    return defaults
+
+
+def _adapters(entries: object, defaults: Mapping[str, Any], base: Path) -> tuple[AdapterConfig, ...]:
+    if entries is None:
+        raise UserError(
+            "adapters: missing; write a block for each adapter, such as adapters: [{name: mine, dataset: data.jsonl}], "
+            "with its keys there or under defaults; mlora init writes such a file"
+        )
+    if not isinstance(entries, list):
+        raise UserError(f"adapters: expected a list of adapters, found {_kind(entries)}")
+    made = [point for entry in entries for point in _grid(entry, defaults)]
+    common = {key: value for key, value in defaults.items() if key != "grid"}
+    return tuple(_adapter(entry, common, i, base) for i, entry in enumerate(made))
 
 
 def _pipeline(tree: object) -> PipelineConfig:
@@ -630,8 +635,7 @@ def _check_evaluation(adapter: AdapterConfig, place: str) -> None:
             raise UserError(f"{place}.eval_steps: a list holds shares of all steps, such as [0.25, 0.5, 1]")
     elif steps <= 0 or (steps > 1 and steps % 1) or math.isinf(steps):
         raise UserError(f"{place}.eval_steps: {steps:g} is neither a share below 1 nor a number of steps")
-    if adapter.early_stopping_patience is not None and adapter.early_stopping_patience < 1:
-        raise UserError(f"{place}.early_stopping_patience: {adapter.early_stopping_patience} is not a positive number")
+    _check_positive(adapter, f"{place}.", "early_stopping_patience")
     if adapter.eval_dataset is None and not adapter.val_size:
         for key in ("load_best_model_at_end", "early_stopping_patience"):
             if getattr(adapter, key):
@@ -757,10 +761,10 @@ def _override(tree: dict[str, Any], override: str) -> None:
 def _descend(node: Any, path: str, override: str) -> tuple[Any, str]:
     """One block down: the block, and the rest of the path below it."""
     if isinstance(node, list):
-        for entry in node:
-            name = f"{entry.get('name')}." if isinstance(entry, dict) else ""
-            if name and path.startswith(name):
-                return entry, path.removeprefix(name)
+        named = {f"{entry['name']}.": entry for entry in node if isinstance(entry, dict) and "name" in entry}
+        name = max(filter(path.startswith, named), key=len, default="")
+        if name:
+            return named[name], path.removeprefix(name)
         place, _, below = path.partition(".")
         if place.isdigit() and int(place) < len(node) and isinstance(node[int(place)], dict):
             return node[int(place)], below

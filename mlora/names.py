@@ -70,48 +70,35 @@ DATASET: dict[str, str] = {
     "type": "format",
 }
 
-_KERNELS = "the engine has its own kernels"
-_PACKED = "rows are always packed without padding"
-_IDLE: dict[str, str] = {  # keys that ask for what is the case anyway, or for what changes nothing here
-    "group_by_length": _PACKED,
-    "packing": _PACKED,
-    "sample_packing": _PACKED,
-    "padding_free": _PACKED,
-    "pad_to_sequence_len": _PACKED,
-    "neat_packing": _PACKED,
-    "flash_attn": "the engine chooses its own attention",
-    "flash_attention": "the engine chooses its own attention",
-    "sdp_attention": "the engine chooses its own attention",
-    "xformers_attention": "the engine chooses its own attention",
-    "attn_implementation": "the engine chooses its own attention",
-    "remove_unused_columns": "columns that the format does not know are left out",
-    "dataloader_num_workers": "tokens are read from a mapped file",
-    "dataset_num_proc": "the tokenizer uses all cores",
-    "preprocessing_num_workers": "the tokenizer uses all cores",
-    "plot_loss": "the curves are always drawn",
-    "compute_accuracy": "an evaluation always has token accuracy",
-    "ds_type": "what a file is shows in its content",
-    "save_safetensors": "all that is written is safetensors",
-    "dataset_processes": "the tokenizer uses all cores",
-    "dataset_prepared_path": "tokens are kept under XDG_CACHE_HOME, keyed by content",
-    "overwrite_cache": "tokens are kept by content, so old ones are never taken for new ones",
-    "eval_sample_packing": _PACKED,
-    "per_device_eval_batch_size": "rows to evaluate on are packed like the others",
-    "eval_batch_size": "rows to evaluate on are packed like the others",
-    "use_liger_kernel": _KERNELS,
-    "enable_liger_kernel": _KERNELS,
-    "lora_mlp_kernel": _KERNELS,
-    "lora_qkv_kernel": _KERNELS,
-    "lora_o_kernel": _KERNELS,
-    "use_unsloth": _KERNELS,
-    "torch_compile": _KERNELS,
-    "gradient_checkpointing_kwargs": "recompute is one way",
-    "loraplus_lr_embedding": "embeddings carry no adapter",
-    "average_tokens_across_devices": "a step's loss is the mean over all its target tokens",
-    "model_type": "config.json of the model says it",
-    "tokenizer_type": "the tokenizer's own files say it",
-    "ddp_timeout": "processes watch each other",
-    "ddp_find_unused_parameters": "no gradients are exchanged",
+_BEST = "the best step is the one with the lowest eval_loss"
+_IDLE: dict[str, str] = {  # keys that ask for what is the case anyway, or for what changes nothing here; and why
+    key: reason
+    for reason, keys in {
+        "rows are always packed without padding": "group_by_length packing sample_packing padding_free neat_packing "
+        "pad_to_sequence_len eval_sample_packing",
+        "rows to evaluate on are packed like the others": "per_device_eval_batch_size eval_batch_size",
+        "the engine chooses its own attention": "flash_attn flash_attention sdp_attention xformers_attention "
+        "attn_implementation",
+        "the engine has its own kernels": "use_liger_kernel enable_liger_kernel lora_mlp_kernel lora_qkv_kernel "
+        "lora_o_kernel use_unsloth torch_compile",
+        "the tokenizer uses all cores": "dataset_num_proc preprocessing_num_workers dataset_processes",
+        "tokens are read from a mapped file": "dataloader_num_workers",
+        "tokens are kept under XDG_CACHE_HOME, keyed by content": "dataset_prepared_path",
+        "tokens are kept by content, so old ones are never taken for new ones": "overwrite_cache",
+        "columns that the format does not know are left out": "remove_unused_columns",
+        "what a file is shows in its content": "ds_type",
+        "the curves are always drawn": "plot_loss",
+        "an evaluation always has token accuracy": "compute_accuracy",
+        "a step's loss is the mean over all its target tokens": "average_tokens_across_devices",
+        "all that is written is safetensors": "save_safetensors",
+        "recompute is one way": "gradient_checkpointing_kwargs",
+        "embeddings carry no adapter": "loraplus_lr_embedding",
+        "config.json of the model says it": "model_type",
+        "the tokenizer's own files say it": "tokenizer_type",
+        "processes watch each other": "ddp_timeout",
+        "no gradients are exchanged": "ddp_find_unused_parameters",
+    }.items()
+    for key in keys.split()
 }
 _FIXED: dict[str, tuple[tuple[object, ...], str]] = {  # the values that ask for what is the case; why no other is taken
     "adapter": (("lora",), "only LoRA adapters are trained; leave it out, and write quantization: nf4 for QLoRA"),
@@ -127,17 +114,11 @@ _FIXED: dict[str, tuple[tuple[object, ...], str]] = {  # the values that ask for
     "save_strategy": (("steps",), "write save_steps or save_seconds at the top of the file"),
     "logging_first_step": ((False, None), "write logging_steps: 1"),
     "logging_strategy": (("steps",), "write logging_steps"),
-    "metric_for_best_model": (
-        ("eval_loss", "loss"),
-        "the best step is the one with the lowest eval_loss; leave it out",
-    ),
-    "greater_is_better": ((False, None), "the best step is the one with the lowest eval_loss; leave it out"),
+    "metric_for_best_model": (("eval_loss", "loss"), f"{_BEST}; leave it out"),
+    "greater_is_better": ((False, None), f"{_BEST}; leave it out"),
     "label_smoothing_factor": ((0, None), "the loss is plain cross-entropy; leave it out"),
     "lr_scheduler_kwargs": ((None, {}), "the schedules have no more settings; leave it out"),
-    "dataloader_drop_last": (
-        (False, None),
-        "no row is dropped: an epoch's last step is smaller; leave it out",
-    ),
+    "dataloader_drop_last": ((False, None), "no row is dropped: an epoch's last step is smaller; leave it out"),
     "mask_history": ((False, None), "every turn of the assistant is trained; leave it out"),
     "resize_vocab": ((False, None), "embedding and head are frozen; leave it out"),
     "pissa_init": ((False, None), "PiSSA moves part of the frozen weight into the adapter; leave it out"),

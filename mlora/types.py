@@ -17,7 +17,8 @@ MERGED_LINEARS: dict[str, tuple[str, ...]] = {
     "gate_up": ("mlp.gate_proj", "mlp.up_proj"),
     "down": ("mlp.down_proj",),
 }
-LINEAR_MODULES = tuple(path.split(".")[-1] for paths in MERGED_LINEARS.values() for path in paths)
+LINEAR_PATHS = tuple(path for paths in MERGED_LINEARS.values() for path in paths)
+LINEAR_MODULES = tuple(path.split(".")[-1] for path in LINEAR_PATHS)
 ROW_MULTIPLE = 16  # a microbatch is padded to a multiple of this many rows
 
 
@@ -144,6 +145,11 @@ class Microbatch:
 def module_name(layer: int, path: str) -> str:
     """The global name of a module, as in transformers and PEFT: model.layers.3.self_attn.q_proj."""
     return f"model.layers.{layer}.{path}"
+
+
+def linear_names(layers: int) -> list[str]:
+    """The global names of all linears of so many layers, in model order."""
+    return [module_name(layer, path) for layer in range(layers) for path in LINEAR_PATHS]
 
 
 def padded(rows: int, multiple: int = ROW_MULTIPLE) -> int:

@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 
 from mlora.config import AdapterConfig
-from mlora.types import LINEAR_MODULES, MERGED_LINEARS, UserError, module_name
+from mlora.types import LINEAR_MODULES, UserError, linear_names
 
 
 def match_targets(config: AdapterConfig, num_layers: int) -> tuple[str, ...]:
@@ -16,7 +16,7 @@ def match_targets(config: AdapterConfig, num_layers: int) -> tuple[str, ...]:
     regular expression for the full name. Raises UserError naming the key and what exists.
     """
     place = f"adapters[{config.name}]"
-    names = [module_name(i, path) for i in range(num_layers) for paths in MERGED_LINEARS.values() for path in paths]
+    names = linear_names(num_layers)
     targets = list(LINEAR_MODULES) if config.target_modules == "all-linear" else config.target_modules
     chosen = _matching(targets, names, f"{place}.target_modules")
     if isinstance(targets, str):

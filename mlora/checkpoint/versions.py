@@ -122,7 +122,7 @@ def newest_manifest(folder: Path) -> tuple[Path, Manifest] | None:
     return None
 
 
-def newest_sound(folder: Path, tell: Callable[[str], object] = print) -> Version | None:
+def newest_sound(folder: Path, tell: Callable[[str], object]) -> Version | None:
     """The newest version of an adapter that is sound; ``tell`` hears of each that is not.
 
     None where there is no version. Raises UserError where there are some and none is sound.

@@ -14,7 +14,7 @@ from mlora.config import AdapterConfig
 from mlora.data import Sampler, TokenData
 from mlora.engine.evaluation import EvaluationReport, best_of, fruitless, is_due, is_lower
 from mlora.ops.exact import exact_sum
-from mlora.pipeline.schedule import Evaluation
+from mlora.pipeline.schedule import EvaluationPlan
 from mlora.types import SampleRef, Segment, StepDecision, StepPlan
 
 State = Literal["waiting", "training", "retrying", "ended", "failed", "cancelled", "stopped"]
@@ -105,7 +105,7 @@ class AdapterRun:
             assert self.held_out is not None
             self._evaluation_planned = self._planned
             samples, targets = in_order(self.held_out, range(len(self.held_out)))
-            return Evaluation(self.index, self._planned - 1, samples, targets)
+            return EvaluationPlan(self.index, self._planned - 1, samples, targets)
         if self._planned == self.total_steps:
             return None
         samples, targets = in_order(self.data, self.sampler.indices(self._planned))

@@ -37,7 +37,6 @@ class Base:
 
     @cached_property
     def digest(self) -> str:
-        """See ``model_digest``."""
         return model_digest(self.folder)
 
 

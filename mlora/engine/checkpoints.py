@@ -23,14 +23,8 @@ _HISTORY = "history"  # float64 [steps, 5]: loss, grad_norm, learning_rate, num_
 _EVALUATIONS = "evaluations"  # float64 [evaluations, 4]: step, loss, correct tokens, target tokens
 _BEST = "best."  # before the names of the matrices of the best step, where that is not the last
 _FREE = ("logging_steps", "dataset", "eval_dataset")  # change no bit; of the data the tokens count, not the path
-_FIXED = (
-    "r",
-    "rank_pattern",
-    "target_modules",
-    "exclude_modules",
-    "layers_to_transform",
-    "optim",
-)  # give the tensors their shapes
+# These give the tensors their shapes.
+_FIXED = ("r", "rank_pattern", "target_modules", "exclude_modules", "layers_to_transform", "optim")
 _SIZES = ("hidden_size", "layers", "vocab_size")
 
 

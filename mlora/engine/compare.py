@@ -187,12 +187,7 @@ def draw(curves: Sequence[Curve]) -> bytes:
     for axes, label in ((loss, f"loss{dotted}"), (rate, "learning rate"), (speed, "tokens/s")):
         axes.set_ylabel(label)
         axes.grid(alpha=0.3)
-    best = [curve.best[0] for curve in curves if curve.best]
-    if (
-        max((x for curve in curves for x in curve.losses if math.isfinite(x)), default=0)
-        > _FAR * min(best, default=0)
-        > 0
-    ):
+    if _far_apart(curves):
         loss.set_yscale("log")
     speed.set_xlabel("step")
     speed.xaxis.set_major_locator(MaxNLocator(integer=True))
@@ -202,3 +197,9 @@ def draw(curves: Sequence[Curve]) -> bytes:
     picture = io.BytesIO()
     figure.savefig(picture, dpi=_DPI, format="png")
     return picture.getvalue()
+
+
+def _far_apart(curves: Sequence[Curve]) -> bool:
+    """Whether the highest loss would flatten all curves."""
+    losses = [loss for curve in curves for loss in curve.losses if math.isfinite(loss)]
+    return bool(losses) and max(losses) > _FAR * min(losses) > 0

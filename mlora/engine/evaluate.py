@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import math
+import json
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from itertools import chain, islice
 
 from mlora.config import AdapterConfig
@@ -13,6 +13,7 @@ from mlora.data import TokenData, open_source, open_tokens
 from mlora.engine.adapter_run import in_order
 from mlora.engine.batches import packed_inputs
 from mlora.engine.device import row_bucket
+from mlora.engine.evaluation import for_json, perplexity
 from mlora.engine.prepare import cache_folder
 from mlora.engine.progress import Progress
 from mlora.engine.ranks import run_stages
@@ -47,8 +48,7 @@ class Evaluation:
 
     @property
     def perplexity(self) -> float:
-        """exp(loss)."""
-        return math.exp(self.loss) if self.loss < 700 else math.inf
+        return perplexity(self.loss)
 
 
 def evaluate(models: Models, config: AdapterConfig) -> list[Evaluation]:
@@ -153,6 +153,12 @@ def _microbatch(samples: Sequence[SampleRef], slot: int, bucket: Callable[[int],
 
 def _raise_unreadable(adapter: int, error: OSError) -> None:
     raise UserError(f"the token cache cannot be read: {error}; start again")
+
+
+def evaluation_json(evaluation: Evaluation) -> str:
+    """For programs, on one line."""
+    entry = asdict(evaluation) | {"perplexity": evaluation.perplexity}
+    return json.dumps({key: for_json(value) if isinstance(value, float) else value for key, value in entry.items()})
 
 
 def evaluation_table(evaluations: Sequence[Evaluation]) -> str:

@@ -32,11 +32,20 @@ class EvaluationReport:
 
     @property
     def perplexity(self) -> float:
-        """exp(loss)."""
-        try:
-            return math.exp(self.loss)
-        except OverflowError:
-            return math.inf
+        return perplexity(self.loss)
+
+
+def perplexity(loss: float) -> float:
+    """exp(loss), infinite where that is too large."""
+    try:
+        return math.exp(loss)
+    except OverflowError:
+        return math.inf
+
+
+def for_json(value: float) -> float | str:
+    """JSON has no NaN and no infinity: they are written as text."""
+    return value if math.isfinite(value) else str(value)
 
 
 def is_due(config: AdapterConfig, done: int, total: int) -> bool:

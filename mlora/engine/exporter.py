@@ -86,15 +86,7 @@ class InOrder:
 
 
 class Exporter:
-    """Writes checkpoints and exports one after another, in the order in which the stream brings them.
-
-    Args:
-        config: of the run.
-        base: the frozen model.
-        collector: brings the snapshots of the stages behind the first.
-        recorder: notes which adapters were parked.
-        status: shows what was written.
-    """
+    """Writes checkpoints and exports one after another, in the order in which the stream brings them."""
 
     def __init__(
         self,

@@ -127,27 +127,27 @@ class Inbox:
         if error is not None:
             return  # at once: a large data set that is being added may take minutes, and others wait for the error
         self._thread.join()
-        for path in self._inbox.glob("stop-*"):
-            self._end(path, path.name.removeprefix("stop-"))
+        self._end_asked()
         if not any(adapter.state in ("waiting", "stopped") for adapter in self._adapters):
             for path in self._inbox.glob("add-*.json"):
                 self._refuse(path, "the run had ended")
 
     def _run(self) -> None:
         while not self._over.wait(_EVERY_S):
-            for path in sorted(self._inbox.glob("stop-*")):
-                self._end(path, path.name.removeprefix("stop-"))
+            self._end_asked()
             for path in sorted(self._inbox.glob("add-*.json")):
                 self._take(path)
 
-    def _end(self, path: Path, name: str) -> None:
-        """The file goes when the adapter is over: a run that is interrupted in between finds it again."""
-        states = [adapter.state for adapter in self._adapters if adapter.config.name == name]
-        if not states or states[0] in OVER:
-            path.unlink(missing_ok=True)
-        elif name not in self._asked:
-            self._asked.add(name)
-            self._ask(end(name))
+    def _end_asked(self) -> None:
+        """A file goes when its adapter is over: a run that is interrupted in between finds it again."""
+        states = {adapter.config.name: adapter.state for adapter in self._adapters}
+        for path in sorted(self._inbox.glob("stop-*")):
+            name = path.name.removeprefix("stop-")
+            if states.get(name, "ended") in OVER:
+                path.unlink(missing_ok=True)
+            elif name not in self._asked:
+                self._asked.add(name)
+                self._ask(end(name))
 
     def _take(self, path: Path) -> None:
         try:

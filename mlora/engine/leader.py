@@ -109,11 +109,7 @@ class Leader:
         start = time.monotonic()
         view = LiveView(console, self._adapters, worker.microbatches, rows_of(config), seat.device) if console else None
         try:
-            if self._source is not None and not self._goes_on:
-                carry_added(self._source, config.output_dir)
-            self._open(recorder)
-            write_facts(config, self._adapters, self._engine)
-            status.write(at_once=True)
+            self._begin(recorder, status)
             costs = "at an adapter's end; a crash costs up to that and a step"
             print(f"checkpoints: every {cadence} and {costs}", flush=True)
             self._export_ended(exporter)
@@ -136,15 +132,7 @@ class Leader:
         print(f"checkpoints: {exporter.written} written; training waited {worker.waited_s:.3f} s ({share_waited:.2%})")
         if seat.stages:
             self._write_timeline(worker.executor.timeline, seat.stages)
-        results = Results(
-            output_dir=config.output_dir,
-            adapters={adapter.config.name: _result(adapter, status) for adapter in self._adapters}
-            | {
-                name: AdapterResult(name=name, state="failed", reason=reason, reports=(), folder=None)
-                for name, reason in self._prepared.parked.items()
-            },
-            signal=requests.signal,
-        )
+        results = self._results(status, requests.signal)
         print_table(results)
         print(ranking(self._adapters), end="", flush=True)
         status.write(at_once=True)
@@ -171,7 +159,7 @@ class Leader:
                 rank = replica * len(self.job.in_flight)
                 hand_over(world, rank, share)
                 reports.append(threads.submit(receive_all, world, rank, self._adapters, recorder, exporter))
-            worker.run(_while_sound(windows, reports))
+            worker.executor.run(_while_sound(windows, reports))
             wait(reports, return_when=FIRST_EXCEPTION)
             _raise_failed(reports)
             for report in reports:
@@ -180,12 +168,25 @@ class Leader:
         finally:
             threads.shutdown(wait=False)  # after a failure the other replicas go on until they hear of it
 
-    def _open(self, recorder: Recorder) -> None:
+    def _begin(self, recorder: Recorder, status: Status) -> None:
+        """Write what belongs into the folder before the first step. Raises UserError where it cannot be written."""
+        if self._source is not None and not self._goes_on:
+            carry_added(self._source, self._config.output_dir)
         done = {a.config.name: (len(a.reports), a.evaluated) for a in self._adapters}
         try:
             recorder.open(self._source / METRICS if self._source else None, done)
         except OSError as error:
             raise UserError(f"output_dir: {METRICS} cannot be written: {error.strerror}; nothing was changed") from None
+        write_facts(self._config, self._adapters, self._engine)
+        status.write(at_once=True)
+
+    def _results(self, status: Status, signal: int | None) -> Results:
+        adapters = {adapter.config.name: _result(adapter, status) for adapter in self._adapters}
+        parked = {
+            name: AdapterResult(name=name, state="failed", reason=reason, reports=(), folder=None)
+            for name, reason in self._prepared.parked.items()
+        }
+        return Results(output_dir=self._config.output_dir, adapters=adapters | parked, signal=signal)
 
     def _export_ended(self, exporter: Exporter) -> None:
         """What had ended in the run before may have lacked its export, and is not trained any more."""

@@ -18,7 +18,7 @@ from mlora.engine.base import Base
 from mlora.models.quantised import buffer_bytes
 from mlora.models.spec import ModelSpec, Quantization, linear_shapes
 from mlora.ops.cross_entropy import CHUNK_ROWS
-from mlora.types import MERGED_LINEARS, module_name, padded
+from mlora.types import LINEAR_PATHS, module_name, padded
 
 USED = 0.92  # of a card's memory; the rest is for the driver, the allocator's gaps and communicators
 CAPS = (8192, 4096, 2048, 1024)  # microbatches of more rows bring no more speed
@@ -100,7 +100,7 @@ class MemoryModel:
     def _layer(self, index: int) -> int:
         total = self.dtype.itemsize * 2 * self.spec.hidden_size
         shapes, quantization = linear_shapes(self.spec), self.quantization
-        for path in (path for paths in MERGED_LINEARS.values() for path in paths):
+        for path in LINEAR_PATHS:
             rows, columns = shapes[path.split(".")[-1]]
             if quantization is None or module_name(index, path) in quantization.dense:
                 total += self.dtype.itemsize * rows * columns
@@ -122,7 +122,7 @@ class MemoryModel:
         attended = spec.num_heads * spec.head_dim
         qkv = attended + 2 * spec.num_kv_heads * spec.head_dim
         cap = padded(max((config.largest_rank for config, _ in self.adapters), default=1))
-        shrunk = cap * sum(len(paths) for paths in MERGED_LINEARS.values()) if self.adapters else 0
+        shrunk = cap * len(LINEAR_PATHS) if self.adapters else 0
         rest = spec.hidden_size + qkv * (2 if spec.qk_norm else 1) + attended + 2 * spec.intermediate_size + shrunk
         kept = layers * (item * (spec.hidden_size + (0 if recompute else rest)) + 4 * spec.num_heads)
         passing = item * (spec.intermediate_size + 8 * spec.hidden_size + (rest if recompute else 0))

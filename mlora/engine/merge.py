@@ -18,11 +18,13 @@ from mlora.engine.world import is_launched
 from mlora.models.decoder import Decoder
 from mlora.models.quantised import FrozenLinears, check_quantization
 from mlora.models.spec import ModelSpec, Quantization, load_spec
-from mlora.models.weights import Checkpoint, Weights, linear_names
-from mlora.types import UserError
+from mlora.models.weights import Checkpoint, Weights
+from mlora.types import UserError, linear_names
 
 _ROWS = 48  # tokens of the sample whose logits are compared
 _CPU = torch.device("cpu")
+
+Way = tuple[Weights, list[Trained]]  # whose logits are compared
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,12 +62,19 @@ class _Source(Weights):
         dtype: str | None,
     ) -> None:
         self._base, self._spec, self._linears = base, spec, linears
-        self._adapter, self._dtype, self._names = adapter, dtype, frozenset(linear_names(spec))
+        self._adapter, self._dtype, self._names = adapter, dtype, frozenset(linear_names(spec.num_layers))
 
     def dtype_of(self, name: str) -> str:
         """In which the tensor is made: asked for, or as stored; of a weight stored quantised, the embedding's."""
         kinds = {short: name for name, short in DTYPES.items()}
         return self._dtype or kinds[self._base.dtype_of(name)]
+
+    def shards(self) -> dict[str, list[TensorPlan]]:
+        """What each file of the base holds, and so each file that is written."""
+        return {
+            file: [TensorPlan(name=name, shape=shape, dtype=self.dtype_of(name)) for name, shape in tensors]
+            for file, tensors in self._base.files().items()
+        }
 
     def tensor(self, name: str) -> torch.Tensor:
         """Raises UserError where a sum is not finite."""
@@ -124,29 +133,26 @@ def merge(
     linears, quantization = _linears(checkpoint, adapter, spec, folder, dequantised)
     source = _Source(checkpoint, spec, linears if dequantised else None, adapter, dtype)
     main = source.dtype_of(f"{targets[0]}.weight")
-    shards = {
-        shard: [TensorPlan(name=name, shape=shape, dtype=source.dtype_of(name)) for name, shape, _ in tensors]
-        for shard, tensors in checkpoint.files().items()
-    }
+    shards = source.shards()
     size, requests = sum(plan.size for plans in shards.values() for plan in plans), Requests()
     with StopSignals(lambda number: requests.ask(stop(number)), is_launched()), new_folder(output, size) as staging:
         _write(staging, shards, source, requests)
         copy_beside(folder, staging, main)
         trained = _Source(checkpoint, spec, linears, None, None)
-        ways: list[tuple[Weights, list[Trained]]] = [(trained, [adapter]), (trained, [])]
-        ways.append((Checkpoint(staging, load_spec(staging)), []))
+        written = Checkpoint(staging, load_spec(staging))
+        ways: list[Way] = [(trained, [adapter]), (trained, []), (written, [])]
         if linears is not None and checkpoint.stored is None:
             ways.append((_Source(checkpoint, spec, None if dequantised else linears, adapter, dtype), []))
         adapted, *others = _logits(spec, ways, main, requests)
         requests.check()
-    bare, written, *other = (float((adapted - logits).abs().max()) for logits in others)
+    changed, max_difference, *other = (float((adapted - logits).abs().max()) for logits in others)
     return Merged(
         folder=output,
         dtype=main,
         modules=len(targets),
-        max_difference=written,
+        max_difference=max_difference,
         scale=float(adapted.abs().max()),
-        changed=bare,
+        changed=changed,
         dequantised=dequantised,
         quantization=quantization,
         other_difference=other[0] if other else None,
@@ -191,9 +197,7 @@ def _linears(
     return FrozenLinears(spec, quantization, dtype, _CPU), quantization
 
 
-def _logits(
-    spec: ModelSpec, ways: Sequence[tuple[Weights, list[Trained]]], dtype: str, requests: Requests
-) -> list[torch.Tensor]:
+def _logits(spec: ModelSpec, ways: Sequence[Way], dtype: str, requests: Requests) -> list[torch.Tensor]:
     """Logits of each way's weights with its adapter, in at least float32 on the CPU, layer by layer."""
     prepare(_CPU)
     torch.manual_seed(0)

@@ -136,7 +136,7 @@ def follow_training(job: Job, seat: Seat) -> None:
         control.send_tensors(tensors)
 
     worker = Worker(job, seat, deliver, lambda entry: control.next())
-    worker.run(iter(control.next, None))
+    worker.executor.run(iter(control.next, None))
     control.gather_objects(worker.executor.timeline)
 
 

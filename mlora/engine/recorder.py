@@ -13,7 +13,7 @@ from typing import IO
 
 from mlora.config import AdapterConfig
 from mlora.engine.adapter_run import StepReport
-from mlora.engine.evaluation import EvaluationReport
+from mlora.engine.evaluation import EvaluationReport, for_json
 from mlora.engine.loggers import Loggers
 from mlora.engine.results import AdapterResult, Results
 from mlora.files import write_whole
@@ -72,8 +72,8 @@ class Recorder:
         entry = {
             "adapter": report.adapter,
             "step": report.step,
-            "eval_loss": _shown(report.loss),
-            "eval_perplexity": _shown(report.perplexity),
+            "eval_loss": for_json(report.loss),
+            "eval_perplexity": for_json(report.perplexity),
             "eval_accuracy": report.accuracy,
             "eval_tokens": report.target_tokens,
             "best": report.best,
@@ -113,8 +113,8 @@ class Recorder:
             "adapter": report.adapter,
             "step": report.step,
             "epoch": round(report.epoch, 4),
-            "loss": _shown(sum(losses) / len(losses)),
-            "grad_norm": _shown(report.grad_norm),
+            "loss": for_json(sum(losses) / len(losses)),
+            "grad_norm": for_json(report.grad_norm),
             "learning_rate": report.learning_rate,
             "num_tokens": report.num_tokens,
             "tokens_per_second": round((report.num_tokens - tokens) / max(now - since, 1e-9), 1),
@@ -169,8 +169,3 @@ def _evaluation_line(report: EvaluationReport) -> str:
         f"{report.adapter}  step {report.step:>{len(total)}}/{total}  eval_loss {report.loss:.4f}  "
         f"perplexity {report.perplexity:.4g}  token accuracy {report.accuracy:.1%}{best}"
     )
-
-
-def _shown(value: float) -> float | str:
-    """JSON has no NaN and no infinity: they are written as text."""
-    return value if math.isfinite(value) else str(value)

@@ -65,15 +65,12 @@ class RemoteRecorder:
         self._control, self._jobs = control, jobs
 
     def start(self, adapter: str, earlier: Sequence[StepReport], config: AdapterConfig) -> None:
-        """The adapter's clock starts."""
         self._jobs.submit(lambda: self._control.report(_Start(adapter)))
 
     def step(self, report: StepReport, config: AdapterConfig) -> None:
-        """A step's numbers."""
         self._jobs.submit(lambda: self._control.report(report))
 
     def evaluation(self, report: EvaluationReport) -> None:
-        """An evaluation's numbers."""
         self._jobs.submit(lambda: self._control.report(report))
 
 
@@ -152,7 +149,7 @@ def lead_replica(job: Job, seat: Seat, on_step: OnStep | None, requests: Request
     recorder, exporter = RemoteRecorder(world, jobs), RemoteExporter(world, Collector(seat.stages), cadence, jobs)
     try:
         worker, windows = first_stage(job, seat, world.next(), recorder, exporter, on_step, requests, cadence)
-        worker.run(windows)
+        worker.executor.run(windows)
         jobs.submit(lambda: world.report(_Finished(requests.signal)))
         jobs.finish()
     except BaseException:

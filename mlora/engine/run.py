@@ -8,9 +8,10 @@ from typing import Any
 
 from mlora.config import RunConfig, apply_overrides, load_config, parse_config
 from mlora.engine.coordinator import OnStep
-from mlora.engine.leader import Leader, Start
+from mlora.engine.leader import Leader
 from mlora.engine.ranks import follow_training, run_stages
 from mlora.engine.results import Results
+from mlora.engine.start import Start
 from mlora.types import Interrupted, UserError
 
 

@@ -81,8 +81,6 @@ def _type(annotation: Any) -> dict[str, Any]:
         return {"type": "object", "additionalProperties": _type(parts[1])}
     if annotation is DatasetConfig:
         return {"anyOf": [{"type": "string"}, {"$ref": "#/$defs/dataset"}]}
-    if annotation is AdapterConfig:
-        return {"$ref": "#/$defs/adapter"}
     if annotation is PipelineConfig:
         return {"anyOf": [{"$ref": "#/$defs/pipeline"}, {"type": "null"}]}
     return _PLAIN.get(annotation, {})

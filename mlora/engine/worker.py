@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 import time
 import traceback
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 
@@ -18,7 +18,7 @@ from mlora.models.decoder import Decoder
 from mlora.models.quantised import check_quantization, choose_quantization
 from mlora.models.spec import linear_shapes, load_spec
 from mlora.models.weights import Checkpoint, resolve_base_model
-from mlora.pipeline.executor import Decider, Entry, Executor, Window
+from mlora.pipeline.executor import Decider, Entry, Executor
 from mlora.pipeline.stage import Stage
 from mlora.pipeline.transport.base import Transport
 from mlora.pipeline.transport.control import Control
@@ -71,11 +71,9 @@ def check_model(job: Job) -> None:
 
 
 class Worker:
-    """Builds a stage and runs its row.
+    """Builds a stage, and the executor that runs its row.
 
     Args:
-        job: the run.
-        seat: this stage's.
         deliver: takes an adapter's snapshot of this stage when it leaves or is saved, see ``Stage.snapshot``.
         fetch: brings the snapshot with which an adapter joins that goes on from a checkpoint.
         decider: on stage 0, decides about steps.
@@ -102,10 +100,6 @@ class Worker:
         graphs = transport is None or not transport.in_process
         self._stage = Stage(model, job.config.recompute is True, graphs)
         self.executor = Executor(self._stage, transport, job.in_flight, job.first_layers, self._meet, decider)
-
-    def run(self, windows: Iterable[Window]) -> None:
-        """Walk the stream to its end."""
-        self.executor.run(windows)
 
     def microbatches(self) -> list[Microbatch]:
         """The ones whose forward this stage has run last. Any thread may ask."""

@@ -27,9 +27,9 @@ import torch
 
 from mlora.config import RunConfig
 from mlora.models.spec import ModelSpec, Quantization, linear_shapes
-from mlora.models.weights import Checkpoint, Weights, linear_names
+from mlora.models.weights import Checkpoint, Weights
 from mlora.ops.fp8 import E4M3, MULTIPLE, Fp8Weight, quantise_rows
-from mlora.types import MERGED_LINEARS, UserError, module_name
+from mlora.types import MERGED_LINEARS, UserError, linear_names, module_name
 
 _INSTALL = "pip install 'mlora-engine[quant]'"
 _FP8_UNITS = (8, 9)  # compute capability of the first GPUs that have them
@@ -371,7 +371,7 @@ def _steps(absmax_O: torch.Tensor) -> torch.Tensor:
 
 def _skipped(names: Sequence[str], spec: ModelSpec) -> frozenset[str]:
     """The linears that ``names`` mean: each is a whole name, or a part of one between dots."""
-    linears = linear_names(spec)
+    linears = linear_names(spec.num_layers)
     skipped: set[str] = set()
     for name in names:
         found = {linear for linear in linears if f".{name}." in f".{linear}."}

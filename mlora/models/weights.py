@@ -14,7 +14,7 @@ from huggingface_hub.errors import GatedRepoError, HFValidationError, LocalEntry
 from safetensors import SafetensorError, safe_open
 
 from mlora.models.spec import USE_ORIGINAL, ModelSpec, Quantization, linear_shapes, read_json, refuse_lfs_pointer
-from mlora.types import MERGED_LINEARS, UserError, module_name
+from mlora.types import UserError, linear_names
 
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
@@ -83,7 +83,7 @@ class Checkpoint(Weights):
         """How the weights are stored; ``dense`` are the linears stored as floats."""
         if self._spec.stored is None:
             return None
-        return replace(self._spec.stored, dense=frozenset(linear_names(self._spec)) - self._scales.keys())
+        return replace(self._spec.stored, dense=frozenset(linear_names(self._spec.num_layers)) - self._scales.keys())
 
     def tensor(self, name: str) -> torch.Tensor:
         """The tensor of that name (as in transformers) on the CPU, in the dtype in which it is stored.
@@ -100,15 +100,14 @@ class Checkpoint(Weights):
         """The type in which the tensor is stored, by safetensors' name; of a quantised weight, the embedding's."""
         return self._entries[_EMBEDDING if name.removesuffix(".weight") in self._scales else name].dtype
 
-    def files(self) -> dict[str, list[tuple[str, tuple[int, ...], str]]]:
-        """Name, shape and stored type of each tensor that the model needs, by the name of the file that holds it.
+    def files(self) -> dict[str, list[tuple[str, tuple[int, ...]]]]:
+        """Name and shape of each tensor that the model needs, by the name of the file that holds it.
 
         The shape is that of the weight also where it is stored packed.
         """
-        found: dict[str, list[tuple[str, tuple[int, ...], str]]] = {}
+        found: dict[str, list[tuple[str, tuple[int, ...]]]] = {}
         for name, shape in _tensor_shapes(self._spec).items():
-            entry = self._entries[name]
-            found.setdefault(entry.file.name, []).append((name, shape, entry.dtype))
+            found.setdefault(self._entries[name].file.name, []).append((name, shape))
         return found
 
     def layer(self, index: int) -> dict[str, torch.Tensor]:
@@ -239,15 +238,9 @@ def _layer_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def linear_names(spec: ModelSpec) -> list[str]:
-    """The global names of all linears of the layers, such as ``model.layers.0.self_attn.q_proj``."""
-    paths = [path for paths in MERGED_LINEARS.values() for path in paths]
-    return [module_name(index, path) for index in range(spec.num_layers) for path in paths]
-
-
 def _scales(entries: dict[str, _Entry], spec: ModelSpec) -> dict[str, list[str]]:
     """What is stored of each quantised linear, and of a quantised head, besides its weight."""
-    linears = {*linear_names(spec), *([] if spec.tied else [_HEAD.removesuffix(".weight")])}
+    linears = {*linear_names(spec.num_layers), *([] if spec.tied else [_HEAD.removesuffix(".weight")])}
     found: dict[str, list[str]] = {}
     for name in entries:
         linear, is_four_bit, _ = name.partition(".weight.")

@@ -269,6 +269,15 @@ class Format:
             return None
         return Conversation(turns=tuple(turns), tools=fields.tools() if "tools" in self.optional else ())
 
+    def plain_text(self, fields: Fields) -> tuple[str, str]:
+        """Prompt and completion. Raises UserError where the format needs a chat template."""
+        if self.plain is None:
+            raise UserError(
+                f"{fields.row.file}: conversations need a chat template and there is none; give dataset.chat_template "
+                "a file"
+            )
+        return self.plain(fields)
+
     def fits(self, row: Row, columns: Mapping[str, str]) -> bool:
         """Whether the row has all required columns and the format knows every name in ``columns``."""
         known = {*self.required, *self.optional}

@@ -38,12 +38,8 @@ class Prompter:
             if not chat.turns:
                 raise row.error(None, "the conversation asks nothing; give it a user's turn")
             ids = self.split(self._template.render_prompt(chat, row))
-        elif form.plain:
-            ids = self._splitter.leading + self.split(form.plain(fields)[0])
         else:
-            raise UserError(
-                f"{row.file}: conversations need a chat template and there is none; give dataset.chat_template a file"
-            )
+            ids = self._splitter.leading + self.split(form.plain_text(fields)[0])
         if not ids:
             raise row.error(None, "the prompt is empty; begin with at least a word")
         return ids

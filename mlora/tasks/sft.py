@@ -87,11 +87,7 @@ class SftTask:
         fields = Fields(row, self._config.columns)
         if self._template and (chat := form.conversation(fields)):
             return self._render_chat(self._template, chat, row)
-        if form.plain is None:
-            raise UserError(
-                f"{row.file}: conversations need a chat template and there is none; give dataset.chat_template a file"
-            )
-        prompt, completion = form.plain(fields)
+        prompt, completion = form.plain_text(fields)
         text = prompt + completion
         start = 0 if self._config.train_on == "all" else len(prompt)
         return Rendered(text=text, spans=((start, len(text)),), leading=True, end=True)

@@ -19,6 +19,7 @@ from mlora import UserError
 from mlora.checkpoint.versions import versions
 from mlora.config import AdapterConfig, DatasetConfig
 from mlora.data import read_rows
+from mlora.engine.evaluate import evaluation_json
 from mlora.engine.evaluation import EvaluationReport, best_of, fruitless, is_due, is_lower
 from mlora.models.tokenizer import load_tokenizer
 from mlora.tasks import SftTask
@@ -292,3 +293,18 @@ def test_when_evaluations_are_due(eval_steps, total, expected):
     steps = tuple(eval_steps) if isinstance(eval_steps, list) else eval_steps
     config = AdapterConfig(name="a", dataset=DatasetConfig(path=Path("x")), val_size=1, eval_steps=steps)
     assert [done for done in range(total + 2) if is_due(config, done, total)] == expected
+
+
+@pytest.mark.parametrize("loss", [0.0, 705.0, 710.0, math.nan])
+def test_perplexity_is_the_same_in_a_run_and_behind_it(loss):
+    report = EvaluationReport(
+        adapter="a", step=1, total_steps=1, loss=loss, correct_tokens=1, target_tokens=1, best=False
+    )
+    evaluation = mlora.Evaluation(adapter="a", rows=1, target_tokens=1, loss=loss, accuracy=1.0)
+    assert str(report.perplexity) == str(evaluation.perplexity)
+
+
+def test_what_is_not_finite_is_text_in_json():
+    evaluation = mlora.Evaluation(adapter="a", rows=1, target_tokens=1, loss=math.nan, accuracy=0.5)
+    entry = json.loads(evaluation_json(evaluation), parse_constant=pytest.fail)
+    assert (entry["rows"], entry["accuracy"], entry["loss"], entry["perplexity"]) == (1, 0.5, "nan", "nan")

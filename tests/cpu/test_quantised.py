@@ -28,8 +28,8 @@ from mlora.models import quantised
 from mlora.models.decoder import Decoder
 from mlora.models.quantised import FrozenLinears, QuantisedWeight, choose_quantization
 from mlora.models.spec import ModelSpec, Quantization, linear_shapes, load_spec
-from mlora.models.weights import Checkpoint, linear_names
-from mlora.types import MERGED_LINEARS, UserError, module_name
+from mlora.models.weights import Checkpoint
+from mlora.types import MERGED_LINEARS, UserError, linear_names, module_name
 from tests.cpu.packing import packed
 from tests.cpu.runs import assert_company_changes_no_bit, outcome, run, subject_and_other, write_rows
 from tests.cpu.test_models_logits import no_adapters
@@ -275,7 +275,7 @@ def test_every_weight_is_dequantised_once_a_pass_into_the_same_memory(
         original(self, out_OD)
 
     monkeypatch.setattr(quantised.FourBitWeight, "write", spy)
-    linears = len(linear_names(slice_.spec))
+    linears = len(linear_names(slice_.spec.num_layers))
     microbatch = packed({0: (9, 7), 1: (5,), 2: (11,)})
     banks = no_adapters(slice_)
     x_TD = slice_.embed(torch.randint(VOCAB, (microbatch.rows,), generator=torch.Generator().manual_seed(1)))
@@ -324,7 +324,7 @@ def test_the_16_bit_model_is_never_in_memory(tmp_path: Path) -> None:
     )
     config.save_pretrained(tmp_path)
     spec = load_spec(tmp_path)
-    shapes = {f"{name}.weight": linear_shapes(spec)[name.split(".")[-1]] for name in linear_names(spec)}
+    shapes = {f"{name}.weight": linear_shapes(spec)[name.split(".")[-1]] for name in linear_names(spec.num_layers)}
     norms = ("input_layernorm", "post_attention_layernorm")
     shapes |= {f"model.layers.{i}.{norm}.weight": (512,) for i in range(spec.num_layers) for norm in norms}
     shapes |= {"model.embed_tokens.weight": (64, 512), "lm_head.weight": (64, 512), "model.norm.weight": (512,)}

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from hypothesis import strategies as st
 
-from mlora.pipeline.schedule import CostModel, Evaluation, NextStep, Planner, Position
+from mlora.pipeline.schedule import CostModel, EvaluationPlan, NextStep, Planner, Position
 from mlora.types import SampleRef, StepPlan
 
 
@@ -14,7 +14,7 @@ def plans(adapter: int, steps: Sequence[Sequence[int]], evaluate_after: Sequence
     for step, lengths in enumerate(steps):
         made.append(StepPlan(adapter, step, _samples(lengths), sum(lengths)))
         if step in evaluate_after:
-            made.append(Evaluation(adapter, step, _samples((40, 40)), 80))
+            made.append(EvaluationPlan(adapter, step, _samples((40, 40)), 80))
     return iter([*made, None]).__next__
 
 

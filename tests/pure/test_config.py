@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from mlora import UserError, cli, load_config, parse_config
-from mlora.config import REFUSED, AdapterConfig, DatasetConfig, PipelineConfig, RunConfig
+from mlora.config import REFUSED, AdapterConfig, DatasetConfig, PipelineConfig, RunConfig, apply_overrides
 
 ROOT = Path(__file__).parents[2]
 
@@ -363,6 +363,14 @@ def test_a_hub_id_stays_as_it_is(file):
 )
 def test_overrides(file, override, read):
     assert read(load_config(file, [override]))
+
+
+def test_an_override_finds_the_adapter_with_the_whole_name():
+    adapters = [{"dataset": "none"}, {"name": "a", "r": 1}, {"name": "a.b", "r": 2}]
+    changed = apply_overrides({"adapters": adapters}, ["adapters.a.b.r=4", "adapters.a.r=8"])
+    assert [adapter.get("r") for adapter in changed["adapters"]] == [None, 8, 4]
+    with pytest.raises(UserError, match="there is no adapter of that name"):
+        apply_overrides({"adapters": adapters}, ["adapters.None.r=4"])
 
 
 def test_the_last_override_counts(file):

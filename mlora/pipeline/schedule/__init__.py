@@ -4,7 +4,7 @@ from mlora.pipeline.schedule.actions import Action, parse
 from mlora.pipeline.schedule.checker import ScheduleError, check
 from mlora.pipeline.schedule.deps import deps, edges
 from mlora.pipeline.schedule.picture import chrome_trace, colour, svg
-from mlora.pipeline.schedule.planner import Evaluation, NextStep, Planner
+from mlora.pipeline.schedule.planner import EvaluationPlan, NextStep, Planner
 from mlora.pipeline.schedule.rows import StageRow, drain, in_flight, rows
 from mlora.pipeline.schedule.simulator import CostModel, simulate
 from mlora.pipeline.schedule.stream import Position, StepRef, Stream
@@ -13,7 +13,7 @@ from mlora.pipeline.schedule.timeline import Timed, bubble, bubble_between_ramps
 __all__ = [
     "Action",
     "CostModel",
-    "Evaluation",
+    "EvaluationPlan",
     "NextStep",
     "Planner",
     "Position",

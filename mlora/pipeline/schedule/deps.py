@@ -22,14 +22,7 @@ def edges(action: Action, stream: Stream) -> Iterator[tuple[str, Action]]:
     """
     kind, stage, index = action.kind, action.stage, action.position
     if action.step is not None:
-        adapter, step = action.step.adapter, action.step.step
-        for other in stream.trained.get((adapter, step), ()):  # stage 0 knows the norm only then
-            yield "STEP after B(0)", _at("B", 0, other)
-        if stage > 0:
-            yield "STEP after RECV_F", _at("RECV_F", stage, stream.carriers[adapter, step])
-        for other in stream.evaluated.get((adapter, step - 1), ()) if stage == 0 else ():
-            scores: Kind = "RECV_B" if stream.stages > 1 else "E"  # what the decision counts on
-            yield f"STEP after {scores}", _at(scores, 0, other)
+        yield from _edges_of_step(action.step, stage, stream)
         return
     assert index is not None
     position = stream.positions[index]
@@ -69,6 +62,16 @@ def edges(action: Action, stream: Stream) -> Iterator[tuple[str, Action]]:
             yield "SEND_B after E", _at("E", stage, index)
     elif kind == "RECV_B":
         yield "RECV_B after SEND_B", _at("SEND_B", stage + 1, index)
+
+
+def _edges_of_step(ref: StepRef, stage: int, stream: Stream) -> Iterator[tuple[str, Action]]:
+    for other in stream.trained.get((ref.adapter, ref.step), ()):  # stage 0 knows the norm only then
+        yield "STEP after B(0)", _at("B", 0, other)
+    if stage > 0:
+        yield "STEP after RECV_F", _at("RECV_F", stage, stream.carriers[ref.adapter, ref.step])
+    for other in stream.evaluated.get((ref.adapter, ref.step - 1), ()) if stage == 0 else ():
+        scores: Kind = "RECV_B" if stream.stages > 1 else "E"  # what the decision counts on
+        yield f"STEP after {scores}", _at(scores, 0, other)
 
 
 def _at(kind: Kind, stage: int, index: int) -> Action:

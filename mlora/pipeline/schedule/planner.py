@@ -22,7 +22,7 @@ _ALONE = 4  # with this many times w(0) - 1 microbatches in its step, a lone ada
 
 
 @dataclass(frozen=True)
-class Evaluation(StepPlan):
+class EvaluationPlan(StepPlan):
     """Samples to run forward only, at the version after ``step`` (-1: before any); comes between two StepPlans.
 
     Its segments' ``ends_step`` marks the evaluation's last microbatch; no STEP follows. The next step may stand right
@@ -38,7 +38,7 @@ class _Line:
         self.slot, self.next_step, self.plan, self.ready, self.alone = slot, next_step, plan, ready, alone
         self.left = list(plan.samples)
         self.rows = sum(sample.length for sample in plan.samples)
-        self.forward_only = isinstance(plan, Evaluation)
+        self.forward_only = isinstance(plan, EvaluationPlan)
 
     def take(self, row: int, cap: int) -> list[SampleRef]:
         """The next samples that fit behind ``row``."""
@@ -92,8 +92,8 @@ class Planner:
     def join(self, slot: int, next_step: NextStep, alone: bool = False) -> None:
         """Add an adapter to a free slot, from the next position on; with ``alone`` its first plan shares no microbatch.
 
-        ``next_step`` gives its StepPlans and Evaluations one after another, None when there are no more. It is asked
-        as soon as the plan before is packed.
+        ``next_step`` gives its plans one after another, None when there are no more. It is asked as soon as the one
+        before is packed.
         """
         assert self.free(slot), f"slot {slot} is in use up to position {self._busy[slot]}"
         self._start(slot, next_step, self._index, alone)
