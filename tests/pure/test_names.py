@@ -197,6 +197,71 @@ def test_what_is_refused_says_what_to_write(found, expected):
     assert expected in found()
 
 
+def lines(*args, **keys):
+    with pytest.raises(UserError) as caught:
+        read(*args, **keys)
+    return str(caught.value).split("\n")
+
+
+def test_all_that_is_wrong_is_said_at_once():
+    found = lines(
+        dataset={"path": "x", "roles": ["x"], "field_messages": "turns"},
+        top={"deepspeed": "z.json", "microbatch_tokens": "x", "pipeline": {"stage": 2}, "defaults": {"template": "t"}},
+        bf16=True,
+        optim="lion",
+        r="x",
+        use_dora=True,
+        learningrate=1,
+        abc=1,
+        xyz=1,
+    )
+    expected = [
+        "defaults.template: unknown key; the tokenizer's own chat template",
+        "adapters[a].bf16: belongs to the run",
+        "adapters[a].use_dora: True is not supported",
+        "adapters[a].learningrate: unknown key; did you mean 'learning_rate'?",
+        "adapters[a].abc, xyz: unknown keys; known keys: adam_beta1",
+        "adapters[a].dataset.roles: unknown key; the usual names",
+        "adapters[a].dataset.field_messages: unknown key; write columns",
+        "adapters[a].optim: 'lion' is not one of",
+        "adapters[a].r: expected a whole number",
+        "deepspeed: 'z.json' is not supported",
+        "pipeline.stage: unknown key",
+        "microbatch_tokens: 'x' is not one of",
+    ]
+    assert len(found) == len(expected)
+    assert all(line.startswith(start) for line, start in zip(found, expected, strict=True)), found
+
+
+def test_a_fault_of_a_gridded_block_is_said_once():
+    found = lines(grid={"r": [4, 8], "lr": [1e-4, 1e-3]}, optim="lion", template="t")
+    assert [line.split(":")[0] for line in found] == ["adapters[a].template", "adapters[a].optim"]
+
+
+def test_a_file_of_another_program_is_told_all_its_keys(tmp_path, capsys):
+    path = tmp_path / "axolotl.yml"
+    path.write_text(
+        "base_model: b\ndatasets: [{path: o/n, type: alpaca}]\nlora_r: 8\nmicro_batch_size: 2\nload_in_4bit: true\n"
+    )
+    assert cli.main(["check", str(path)]) == 2
+    assert [line.split(";")[0] for line in capsys.readouterr().err.splitlines()] == [
+        "mlora: adapters: missing",
+        "mlora: datasets: belongs to an adapter: write dataset beside the adapter's name",
+        "mlora: lora_r: belongs to an adapter: write r under defaults, or beside the adapter's name",
+        "mlora: micro_batch_size: belongs to an adapter: write per_device_train_batch_size under defaults, or beside "
+        "the adapter's name",
+        "mlora: load_in_4bit: True is not supported: write quantization: nf4 at the top of the file",
+    ]
+
+
+@pytest.mark.parametrize(
+    "key", ["loss_watchdog_threshold", "plugins", "eos_token", "dataset_train_split", "bnb_4bit_quant_type", "roles"]
+)
+def test_a_key_of_another_program_is_no_misspelt_one_of_ours(key):
+    for found in (message(**{key: 1}), message(top={key: 1}), message(dataset={"path": "x", key: 1})):
+        assert f"{key}: unknown key; " in found and "did you mean" not in found and "known keys" not in found
+
+
 SOURCES = {
     "nothing": ([], "adapters[a].dataset: the list is empty"),
     "a number": ([3], "adapters[a].dataset[0]: expected a file's path or a block with path or hub, found a number"),
