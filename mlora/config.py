@@ -498,7 +498,8 @@ def _values(
         for key, value in source.items():
             with faults:
                 if key in ("dataset", "eval_dataset"):
-                    values[key] = None if value is None else _dataset(value, f"{where}.{key}", base)
+                    make = _dataset if key == "dataset" else _source
+                    values[key] = None if value is None else make(value, f"{where}.{key}", base)
                 elif key != "grid":
                     values[key] = _convert(AdapterConfig, key, value, f"{where}.{key}")
     if values.get("lr_scheduler_type") == "constant" and values.get("warmup_steps", 0) > 0:

@@ -300,6 +300,8 @@ def _value(key: str, value: object, where: str) -> object:
         return _OPTIMIZERS[value]
     if key == "report_to" and isinstance(value, str):
         return [] if value == "none" else [value]
+    if key == "eval_dataset":
+        return _one(value, where, "one data set is evaluated on; write its path, or a block with path or hub")
     return value
 
 
@@ -350,7 +352,7 @@ _VALUES: dict[str, Callable[[object, str], object]] = {
     "lora_target_linear": _all_linear,
     "use_gradient_checkpointing": _recompute,
     "data_files": partial(_one, instead="several files are a list under dataset: [first.jsonl, second.jsonl]"),
-    "test_datasets": partial(_one, instead="one data set is evaluated on; write eval_dataset"),
+    "test_datasets": partial(_value, "eval_dataset"),
     "type": _format,
     "formatting": _format,
 }

@@ -89,6 +89,10 @@ def test_an_empty_key_of_another_program_asks_for_nothing(key):
         assert notes[0].endswith(f"{key}: has no effect: it asks for nothing")
 
 
+def test_rows_to_evaluate_on_may_stand_in_a_list_alone():
+    assert read(eval_dataset=["/h"])[0] == read(eval_dataset="/h")[0]
+
+
 def test_another_word_for_a_value():
     config, notes = read(optim="adamw_torch_fused")
     assert config.adapters[0].optim == "adamw_torch"
@@ -170,6 +174,9 @@ def test_a_choice_of_other_programs_that_is_none_here(key):
         (lambda: message(eval_strategy="epoch"), "adapters[a].eval_strategy: 'epoch' is not supported: write ev"),
         (lambda: message(top={"deepspeed": "zero.json"}), "deepspeed: 'zero.json' is not supported: write pipeline:"),
         (lambda: message(test_datasets=["x", "y"]), "adapters[a].test_datasets: one data set is evaluated on"),
+        (lambda: message(eval_dataset=["x", "y"]), "adapters[a].eval_dataset: one data set is evaluated on; write its"),
+        (lambda: message(eval_dataset=[]), "adapters[a].eval_dataset: one data set is evaluated on"),
+        (lambda: message(top={"defaults": {"eval_dataset": ["x", "y"]}}), "defaults.eval_dataset: one data set is ev"),
         (lambda: message(additional_target=["lm_head"]), "adapters[a].modules_to_save: ['lm_head'] is not supported"),
         (lambda: message(batch_size=8), "a step has per_device_train_batch_size × gradient_accumulation_steps rows"),
         (lambda: message(template="llama3"), "adapters[a].template: unknown key; the tokenizer's own chat template is"),
