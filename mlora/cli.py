@@ -63,7 +63,8 @@ def main(argv: list[str] | None = None) -> int:
         _silence(sys.stdout)
         return 1
     except UserError as error:
-        print(f"mlora: {error}", file=sys.stderr)
+        for line in str(error).split("\n"):
+            print(f"mlora: {line}", file=sys.stderr)
         return _USER
     except Interrupted as stopped:
         _say_interrupted("; --resume auto goes on from the checkpoints" if trains else "")

@@ -13,7 +13,7 @@ import math
 import re
 import types
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -22,7 +22,7 @@ import yaml
 
 from mlora import names
 from mlora.files import readable
-from mlora.types import LINEAR_MODULES, UserError
+from mlora.types import LINEAR_MODULES, Faults, UserError
 
 _HEAD_MODULES = ("embed_tokens", "lm_head", "wte", "embed_in", "embed_out")
 _INITS = (True, False, "gaussian", "orthogonal")
@@ -55,14 +55,6 @@ REFUSED: dict[str, tuple[tuple[object, ...], str]] = {
 }
 GRID = {"r": "r", "learning_rate": "lr", "lora_alpha": "alpha"}  # what a grid is over, and how a name tells it
 ROW_SUFFIXES = (".jsonl", ".csv", ".tsv", ".parquet", ".arrow")  # of files that hold rows and never a configuration
-# Keys of transformers and Axolotl for what has another name here.
-_ELSEWHERE = {
-    "bnb_4bit_compute_dtype": "dtype",
-    "bnb_4bit_quant_type": "quantization: nf4 or fp4",
-    "bnb_4bit_use_double_quant": "double_quantization: true",
-    "llm_int8_skip_modules": "quantization_skip_modules",
-    "quantization_config": "quantization: nf4, fp4, int8 or fp8",
-}
 _REFUSED_INITS = {
     "pissa": "PiSSA moves part of the frozen weight into the adapter",
     "olora": "OLoRA moves part of the frozen weight into the adapter",
@@ -402,77 +394,97 @@ def parse_config(tree: Mapping[str, Any], base: str | Path = ".") -> RunConfig:
     """
     if not isinstance(tree, Mapping):
         raise UserError(f"expected keys such as base_model and adapters, found {_kind(tree)}")
-    base, tree = Path(base), dict(tree)
-    defaults = _defaults(tree.pop("defaults", None) or {})
-    adapters = _adapters(tree.pop("adapters", None), defaults, base)
-    tree = names.canonical(tree, names.RUN, "", _elsewhere(RunConfig, AdapterConfig, names.ADAPTER))
+    base, faults, tree = Path(base), Faults(), dict(tree)
+    defaults = _defaults(tree.pop("defaults", None) or {}, faults)
+    adapters = _adapters(tree.pop("adapters", None), defaults, base, faults)
+    tree = _keys(RunConfig, tree, "", faults)
+    values: dict[str, Any] = {}
+    with faults:
+        values["pipeline"] = _pipeline(tree.pop("pipeline", None) or {})
     if "base_model" not in tree:
-        raise UserError("base_model: missing; write a local folder or a hub id such as HuggingFaceTB/SmolLM2-135M")
-    _known(RunConfig, tree, "", also=("defaults", "adapters"))
-    pipeline = _pipeline(tree.pop("pipeline", None) or {})
-    values = {key: _convert(RunConfig, key, value, key) for key, value in tree.items()}
+        faults.append("base_model: missing; write a local folder or a hub id such as HuggingFaceTB/SmolLM2-135M")
+    for key, value in tree.items():
+        with faults:
+            values[key] = _convert(RunConfig, key, value, key)
+    faults.end()
     values["output_dir"] = base / values.get("output_dir", RunConfig.output_dir)
     local = _as_path(values["base_model"])
     if local is _NO:
         raise UserError("base_model: neither a path nor a hub id")
     if (base / local).is_dir():
         values["base_model"] = str((base / local).resolve())
-    return RunConfig(adapters=adapters, pipeline=pipeline, **values)
+    return RunConfig(adapters=tuple(adapters), **values)
 
 
-def _defaults(tree: object) -> dict[str, Any]:
+def _defaults(tree: object, faults: Faults) -> dict[str, Any]:
     if not isinstance(tree, Mapping):
         raise UserError(f"defaults: expected a block of adapter keys, found {_kind(tree)}")
-    defaults = names.canonical(tree, names.ADAPTER, "defaults", _misplaced())
+    defaults = _keys(AdapterConfig, tree, "defaults", faults, also=("grid",))
     for key in ("name", "dataset"):
-        if key in defaults:
-            raise UserError(f"defaults.{key}: every adapter has its own {key}")
+        if defaults.pop(key, None) is not None:
+            faults.append(f"defaults.{key}: every adapter has its own {key}; write it beside the others in adapters")
     return defaults
 
 
-def _adapters(entries: object, defaults: Mapping[str, Any], base: Path) -> tuple[AdapterConfig, ...]:
+def _adapters(entries: object, defaults: Mapping[str, Any], base: Path, faults: Faults) -> list[AdapterConfig]:
     if entries is None:
-        raise UserError(
+        faults.append(
             "adapters: missing; write a block for each adapter, such as adapters: [{name: mine, dataset: data.jsonl}], "
             "with its keys there or under defaults; mlora init writes such a file"
         )
+        return []
     if not isinstance(entries, list):
         raise UserError(f"adapters: expected a list of adapters, found {_kind(entries)}")
-    made = [point for entry in entries for point in _grid(entry, defaults)]
-    common = {key: value for key, value in defaults.items() if key != "grid"}
-    return tuple(_adapter(entry, common, i, base) for i, entry in enumerate(made))
+    return [made for i, entry in enumerate(entries) for made in _block(entry, defaults, i, base, faults)]
 
 
 def _pipeline(tree: object) -> PipelineConfig:
     if not isinstance(tree, Mapping):
         raise UserError(f"pipeline: expected a block such as {{stages: 2}}, found {_kind(tree)}")
-    _known(PipelineConfig, tree, "pipeline")
+    faults = Faults()
+    tree = _known(PipelineConfig, tree, "pipeline", faults)
+    faults.end()
     return PipelineConfig(**{k: _convert(PipelineConfig, k, value, f"pipeline.{k}") for k, value in tree.items()})
 
 
-def _grid(entry: object, defaults: Mapping[str, Any]) -> list[Any]:
+def _block(
+    entry: object, defaults: Mapping[str, Any], index: int, base: Path, faults: Faults
+) -> Iterator[AdapterConfig]:
+    """Those of one block: as many as its grid has points. None are made where anything is at fault."""
+    if not isinstance(entry, Mapping):
+        faults.append(f"adapters[{index}]: expected a block with name and dataset, found {_kind(entry)}")
+        return
+    place = f"adapters[{entry.get('name') or index}]"
+    entry = _keys(AdapterConfig, entry, place, faults, also=("grid",))
+    faults += [f"adapters[{index}].{key}: missing" for key in ("name", "dataset") if entry.get(key) is None]
+    with faults:
+        for point in _grid(entry, defaults, place, faults):
+            values = _values(point, defaults, place, base, faults)
+            if not faults:
+                yield AdapterConfig(**values)
+
+
+def _grid(entry: Mapping[str, Any], defaults: Mapping[str, Any], place: str, faults: Faults) -> list[dict[str, Any]]:
     """The entry once for each combination of its grid's values, which its name then tells; itself if it has none."""
-    if not isinstance(entry, Mapping) or entry.get("name") is None:
-        return [entry]
     grid = entry.get("grid", defaults.get("grid")) or {}
-    place = f"adapters[{entry['name']}].grid"
+    own = {key: value for key, value in entry.items() if key != "grid"}
     if not isinstance(grid, Mapping):
-        raise UserError(f"{place}: expected lists of values such as {{r: [8, 16]}}, found {_kind(grid)}")
-    grid = names.canonical(grid, names.ADAPTER, place, {})
+        raise UserError(f"{place}.grid: expected lists of values such as {{r: [8, 16]}}, found {_kind(grid)}")
+    grid = names.canonical(grid, names.ADAPTER, f"{place}.grid", {}, faults)
     for key, values in grid.items():
         if key not in GRID:
-            raise UserError(f"{place}.{key}: a grid is over {', '.join(GRID)}")
+            raise UserError(f"{place}.grid.{key}: a grid is over {', '.join(GRID)}")
         if not isinstance(values, list) or not values:
-            raise UserError(f"{place}.{key}: expected a list of values, found {_kind(values)}")
-        if key in entry:
-            raise UserError(f"{place}.{key}: adapters[{entry['name']}].{key} is given too; keep one of them")
-    own = {key: value for key, value in entry.items() if key != "grid"}
+            raise UserError(f"{place}.grid.{key}: expected a list of values, found {_kind(values)}")
+        if key in own:
+            raise UserError(f"{place}.grid.{key}: {place}.{key} is given too; keep one of them")
     if not grid:
         return [own]
     made = []
     for values in itertools.product(*grid.values()):
-        point = {key: _convert(AdapterConfig, key, x, f"{place}.{key}") for key, x in zip(grid, values, strict=True)}
-        name = "-".join([str(entry["name"]), *(GRID[key] + _short(x) for key, x in point.items())])
+        pairs = zip(grid, values, strict=True)
+        point = {key: _convert(AdapterConfig, key, value, f"{place}.grid.{key}") for key, value in pairs}
+        name = "-".join([str(entry.get("name")), *(GRID[key] + _short(x) for key, x in point.items())])
         made.append(own | point | {"name": name})
     return made
 
@@ -483,31 +495,24 @@ def _short(value: float) -> str:
     return f"{value:g}" if 0.01 <= value < 1e6 or value == 0 else f"{float(mantissa):g}e{int(exponent)}"
 
 
-def _adapter(entry: object, defaults: Mapping[str, Any], index: int, base: Path) -> AdapterConfig:
-    place = f"adapters[{index}]"
-    if not isinstance(entry, Mapping):
-        raise UserError(f"{place}: expected a block with name and dataset, found {_kind(entry)}")
-    entry = names.canonical(entry, names.ADAPTER, f"adapters[{entry.get('name') or index}]", _misplaced())
-    for key in ("name", "dataset"):
-        if entry.get(key) is None:
-            raise UserError(f"{place}.{key}: missing")
-    place = f"adapters[{entry['name']}]"
-    values = {}
+def _values(
+    entry: Mapping[str, Any], defaults: Mapping[str, Any], place: str, base: Path, faults: Faults
+) -> dict[str, Any]:
+    """What an AdapterConfig is made of."""
+    values: dict[str, Any] = {}
     for source, where in ((defaults, "defaults"), (entry, place)):
-        plain = _drop_refused(source, where)
-        _known(AdapterConfig, plain, where)
-        for key, value in plain.items():
-            if key not in ("dataset", "eval_dataset"):
-                values[key] = _convert(AdapterConfig, key, value, f"{where}.{key}")
+        for key, value in source.items():
+            with faults:
+                if key in ("dataset", "eval_dataset"):
+                    make = _dataset if key == "dataset" else _source
+                    values[key] = None if value is None else make(value, f"{where}.{key}", base)
+                elif key != "grid":
+                    values[key] = _convert(AdapterConfig, key, value, f"{where}.{key}")
     if values.get("lr_scheduler_type") == "constant" and values.get("warmup_steps", 0) > 0:
-        raise UserError(f"{place}.warmup_steps: constant has no warm-up; write lr_scheduler_type: constant_with_warmup")
+        faults.append(f"{place}.warmup_steps: constant has no warm-up; write lr_scheduler_type: constant_with_warmup")
     if values.get("init_from") is not None:
         values["init_from"] = (base / values["init_from"]).resolve()
-    values["dataset"] = _dataset(entry["dataset"], f"{place}.dataset", base)
-    source, where = (entry, place) if "eval_dataset" in entry else (defaults, "defaults")
-    if source.get("eval_dataset") is not None:
-        values["eval_dataset"] = _dataset(source["eval_dataset"], f"{where}.eval_dataset", base)
-    return AdapterConfig(**values)
+    return values
 
 
 def _dataset(entry: object, place: str, base: Path) -> DatasetConfig | tuple[DatasetConfig, ...]:
@@ -519,13 +524,13 @@ def _dataset(entry: object, place: str, base: Path) -> DatasetConfig | tuple[Dat
 
 
 def _source(entry: object, place: str, base: Path) -> DatasetConfig:
-    tree = {"path": entry} if isinstance(entry, str) else entry
-    if isinstance(tree, Mapping):
-        tree = names.canonical(tree, names.DATASET, place, _elsewhere(DatasetConfig, AdapterConfig, names.ADAPTER))
+    tree, faults = {"path": entry} if isinstance(entry, str) else entry, Faults()
+    if isinstance(tree, Mapping) and any(names.DATASET.get(key, key) in ("path", "hub") for key in tree):
+        tree = _keys(DatasetConfig, tree, place, faults)
+        faults.end()
     if not isinstance(tree, Mapping) or (tree.get("path") is None and tree.get("hub") is None):
         rows = "; rows themselves are read from a file" if isinstance(tree, Mapping) else ""
         raise UserError(f"{place}: expected a file's path or a block with path or hub, found {_kind(entry)}{rows}")
-    _known(DatasetConfig, tree, place)
     if isinstance(tree.get("path"), list):
         raise UserError(f"{place}.path: several files are a list under dataset: [first.jsonl, second.jsonl]")
     values = {key: _convert(DatasetConfig, key, value, f"{place}.{key}") for key, value in tree.items()}
@@ -539,22 +544,36 @@ def _source(entry: object, place: str, base: Path) -> DatasetConfig:
         raise UserError(place + str(error).removeprefix("dataset")) from None
 
 
-def _misplaced() -> dict[str, str]:
-    """What may stand in an adapter's block by mistake."""
-    return _elsewhere(AdapterConfig, DatasetConfig, {}) | _elsewhere(AdapterConfig, RunConfig, names.RUN | names.DTYPES)
+def _keys(cls: type, tree: Mapping[Any, Any], place: str, faults: Faults, also: tuple[str, ...] = ()) -> dict[str, Any]:
+    """The keys of a block under our names. What cannot be one of ``cls`` or ``also`` is left out and goes to faults."""
+    aliases, others = {
+        AdapterConfig: (names.ADAPTER, ((DatasetConfig, names.DATASET), (RunConfig, names.RUN | names.DTYPES))),
+        DatasetConfig: (names.DATASET, ((AdapterConfig, names.ADAPTER),)),
+        RunConfig: (names.RUN, ((DatasetConfig, names.DATASET), (AdapterConfig, names.ADAPTER))),
+    }[cls]
+    elsewhere = {key: words for other in others for key, words in _elsewhere(cls, *other).items()}
+    plain = names.canonical(tree, aliases, place, elsewhere, faults)
+    if cls is AdapterConfig:
+        plain = _without_refused(plain, place, faults)
+    return _known(cls, plain, place, faults, also)
 
 
 def _elsewhere(cls: type, other: type, aliases: Mapping[str, str]) -> dict[str, str]:
     """The keys of ``other``, which do not belong into a block of ``cls``, with the words that say where they belong."""
     own = {f.name for f in dataclasses.fields(cls)} | {"name", "defaults", "adapters"}
     keys = {f.name: f.name for f in dataclasses.fields(other)} | dict(aliases)
-    return {key: _WHERE[other.__name__].format(name) for key, name in keys.items() if key not in own}
+    return {
+        key: _WHERE[name if name in _WHERE else other.__name__].format(name)
+        for key, name in keys.items()
+        if key not in own
+    }
 
 
 _WHERE = {
     "RunConfig": "belongs to the run: write {} at the top of the file",
     "AdapterConfig": "belongs to an adapter: write {} under defaults, or beside the adapter's name",
     "DatasetConfig": "belongs to the data: write {} inside dataset",
+    "dataset": "belongs to an adapter: write {} beside the adapter's name",
 }
 
 
@@ -566,27 +585,29 @@ def _check_weights(sources: Sequence[DatasetConfig], place: str) -> None:
         raise UserError(f"{place}.dataset.weight: a share of one data set means nothing; leave it out")
 
 
-def _known(cls: type, tree: Mapping[Any, Any], place: str, also: tuple[str, ...] = ()) -> None:
-    names = [f.name for f in dataclasses.fields(cls)] + list(also)
-    for key in tree:
-        if key in names:
-            continue
-        if not place and key in _ELSEWHERE:
-            raise UserError(f"{key}: unknown key; write {_ELSEWHERE[key]}")
-        near = difflib.get_close_matches(str(key), names, n=1, cutoff=0.5)
-        hint = f"did you mean {near[0]!r}?" if near else f"known keys: {', '.join(sorted(set(names)))}"
-        raise UserError(f"{place + '.' if place else ''}{key}: unknown key; {hint}")
+def _known(
+    cls: type, tree: Mapping[Any, Any], place: str, faults: Faults, also: tuple[str, ...] = ()
+) -> dict[str, Any]:
+    known = sorted({f.name for f in dataclasses.fields(cls)} | set(also))
+    dot = f"{place}." if place else ""
+    unlike = []
+    for key in [key for key in tree if key not in known]:
+        near = difflib.get_close_matches(str(key), known, n=1, cutoff=0.7)
+        if near:
+            faults.append(f"{dot}{key}: unknown key; did you mean {near[0]!r}?")
+        else:
+            unlike.append(str(key))
+    if unlike:
+        faults.append(f"{dot}{', '.join(unlike)}: unknown key{'s' * (len(unlike) > 1)}; known keys: {', '.join(known)}")
+    return {key: value for key, value in tree.items() if key in known}
 
 
-def _drop_refused(tree: Mapping[str, Any], place: str) -> dict[str, Any]:
-    """The tree without PEFT keys that change nothing. Raises where one asks for what the engine does not do."""
-    rest = {}
-    for key, value in tree.items():
-        if key not in REFUSED:
-            rest[key] = value
-        elif value not in REFUSED[key][0]:
-            raise UserError(f"{place}.{key}: {value!r} is not supported: {REFUSED[key][1]}; leave it out")
-    return rest
+def _without_refused(tree: Mapping[str, Any], place: str, faults: Faults) -> dict[str, Any]:
+    """The tree without keys of PEFT that are not done here. One that asks for more than what is so goes to faults."""
+    for key in [key for key in tree if key in REFUSED]:
+        if tree[key] not in REFUSED[key][0]:
+            faults.append(f"{place}.{key}: {tree[key]!r} is not supported: {REFUSED[key][1]}; leave it out")
+    return {key: value for key, value in tree.items() if key not in REFUSED}
 
 
 def _check_init(value: object, r: int, place: str) -> None:

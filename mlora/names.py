@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
-from mlora.types import Note, UserError
+from mlora.types import Faults, Note, UserError
 
 RUN: dict[str, str] = {
     "base_model_name_or_path": "base_model",
@@ -33,6 +33,7 @@ ADAPTER: dict[str, str] = {
     "peft_use_rslora": "use_rslora",
     "peft_use_dora": "use_dora",
     "peft_init_lora_weights": "init_lora_weights",
+    "lora_task_type": "task_type",
     "lora_fan_in_fan_out": "fan_in_fan_out",
     "lora_modules_to_save": "modules_to_save",
     "lr": "learning_rate",
@@ -80,7 +81,8 @@ _IDLE: dict[str, str] = {  # keys that ask for what is the case anyway, or for w
         "the engine chooses its own attention": "flash_attn flash_attention sdp_attention xformers_attention "
         "attn_implementation",
         "the engine has its own kernels": "use_liger_kernel enable_liger_kernel lora_mlp_kernel lora_qkv_kernel "
-        "lora_o_kernel use_unsloth torch_compile",
+        "lora_o_kernel use_unsloth torch_compile liger_rope liger_rms_norm liger_glu_activation liger_layer_norm "
+        "liger_fused_linear_cross_entropy",
         "the tokenizer uses all cores": "dataset_num_proc preprocessing_num_workers dataset_processes",
         "tokens are read from a mapped file": "dataloader_num_workers",
         "tokens are kept under XDG_CACHE_HOME, keyed by content": "dataset_prepared_path",
@@ -95,19 +97,31 @@ _IDLE: dict[str, str] = {  # keys that ask for what is the case anyway, or for w
         "embeddings carry no adapter": "loraplus_lr_embedding",
         "config.json of the model says it": "model_type",
         "the tokenizer's own files say it": "tokenizer_type",
+        "every key is checked": "strict",
+        "rows to evaluate on are what asks for evaluations": "do_eval",
+        "an evaluation generates nothing": "eval_max_new_tokens",
         "processes watch each other": "ddp_timeout",
         "no gradients are exchanged": "ddp_find_unused_parameters",
     }.items()
     for key in keys.split()
 }
 _FIXED: dict[str, tuple[tuple[object, ...], str]] = {  # the values that ask for what is the case; why no other is taken
-    "adapter": (("lora",), "only LoRA adapters are trained; leave it out, and write quantization: nf4 for QLoRA"),
+    "adapter": (("lora",), "only LoRA adapters are trained; for QLoRA write quantization: nf4 at the top of the file"),
     "finetuning_type": (("lora",), "only LoRA adapters are trained; leave it out"),
     "stage": (("sft",), "supervised fine-tuning is what is there; leave it out"),
     "do_train": ((True,), "mlora train always trains; leave it out"),
-    "load_in_4bit": ((False, None), "write quantization: nf4"),
-    "load_in_8bit": ((False, None), "write quantization: int8"),
-    "quantization_bit": ((None,), "write quantization: nf4 or int8"),
+    "load_in_4bit": ((False, None), "write quantization: nf4 at the top of the file"),
+    "load_in_8bit": ((False, None), "write quantization: int8 at the top of the file"),
+    "quantization_bit": ((None,), "write quantization: nf4 or int8 at the top of the file"),
+    "quantization_method": (("bnb", "bitsandbytes", None), "write quantization: nf4 or int8 at the top of the file"),
+    "use_peft": ((True,), "only LoRA adapters are trained; leave it out"),
+    "tf32": ((False, None), "float32 is computed as such; leave it out"),
+    "save_only_model": ((False, None), "a checkpoint is what a run goes on from; leave it out"),
+    "save_first_step": ((False, None), "write save_steps or save_seconds at the top of the file"),
+    "message_property_mappings": (
+        ({"role": "role", "content": "content"}, None),
+        "a turn has role and content, or from and value; rename them in the file",
+    ),
     "neftune_noise_alpha": ((None, 0), "noise on the embeddings is not there; leave it out"),
     "eval_strategy": ((False, "no", "steps"), "write eval_steps: a number, a share of all steps, or a list of shares"),
     "evaluation_strategy": ((False, "no", "steps"), "write eval_steps: a number, a share of all steps, or a list"),
@@ -166,6 +180,20 @@ _OTHER: dict[str, str] = {
     "use_cpu": "write device: cpu at the top of the file",
     "run_name": "runs are named after output_dir and the adapter",
     "auto_resume_from_checkpoints": "give --resume auto (resume='auto')",
+    "loss_watchdog_threshold": "max_nonfinite_steps ends an adapter whose numbers are not finite; leave it out",
+    "loss_watchdog_patience": "max_nonfinite_steps ends an adapter whose numbers are not finite; leave it out",
+    "plugins": "there are none; leave it out",
+    "hub_model_id": "upload the exported folder with hf upload; leave it out",
+    "eos_token": "the tokenizer's own end of sequence is used; write another into tokenizer_config.json",
+    "dataset_train_split": "write split inside dataset",
+    "dataset_test_split": "write eval_dataset: {hub: ID, split: test}",
+    "bnb_4bit_compute_dtype": "write dtype at the top of the file",
+    "bnb_4bit_quant_type": "write quantization: nf4 or fp4 at the top of the file",
+    "bnb_4bit_use_double_quant": "write double_quantization: true at the top of the file",
+    "use_bnb_nested_quant": "write double_quantization: true at the top of the file",
+    "llm_int8_skip_modules": "write quantization_skip_modules at the top of the file",
+    "quantization_config": "write quantization: nf4, fp4, int8 or fp8 at the top of the file",
+    "roles": "the usual names of roles are known, such as human, gpt and observation; rename others in the file",
     "evals_per_epoch": "write eval_steps: a number, a share of all steps below 1, or a list of shares",
     "saves_per_epoch": "write save_steps or save_seconds at the top of the file",
     "data_seed": "seed is for rows, initialisation and dropout alike",
@@ -184,36 +212,37 @@ _OPTIMIZERS = {"adamw_torch_fused": "adamw_torch", "adamw_hf": "adamw_torch"}
 
 
 def canonical(
-    tree: Mapping[Any, Any], aliases: Mapping[str, str], place: str, elsewhere: Mapping[str, str]
+    tree: Mapping[Any, Any], aliases: Mapping[str, str], place: str, elsewhere: Mapping[str, str], faults: Faults
 ) -> dict[Any, Any]:
     """``tree`` under our names. Each other name that is taken gives a ``Note``.
 
     ``place`` names the block in messages; ``elsewhere`` are keys that belong to another block, with where that is.
-    Raises UserError, with what to write instead, for a name that is refused, or given beside ours.
+    A name that is refused, or given beside ours, is left out and goes to ``faults``, with what to write instead.
     """
     plain: dict[Any, Any] = {}
     for key, value in tree.items():
         where = f"{place}.{key}" if place else str(key)
-        if key in aliases:
-            name = aliases[key]
-            if name in tree or name in plain:
-                raise UserError(f"{where}: is another name of {name}, which is given too; keep one of them")
-            plain[name] = _VALUES[key](value, where) if key in _VALUES else value
-            _note(f"{where}: read as {name}: {'…' if isinstance(plain[name], list | dict) else plain[name]}")
-        elif key in DTYPES and place == "":
-            _set_dtype(plain, tree, key, value)
-        elif key in _IDLE:
-            _note(f"{where}: has no effect: {_IDLE[key]}")
-        elif key in _FIXED:
-            _check_fixed(key, value, where)
-        elif key in elsewhere:
-            raise UserError(f"{where}: {elsewhere[key]}")
-        elif key in _OTHER and not value:
-            _note(f"{where}: has no effect: it asks for nothing")
-        elif key in _OTHER:
-            raise UserError(f"{where}: unknown key; {_OTHER[key]}")
-        else:
-            plain[key] = _value(key, value, where)
+        with faults:
+            if key in aliases:
+                name = aliases[key]
+                if name in tree or name in plain:
+                    raise UserError(f"{where}: is another name of {name}, which is given too; keep one of them")
+                plain[name] = _VALUES[key](value, where) if key in _VALUES else value
+                _note(f"{where}: read as {name}: {'…' if isinstance(plain[name], list | dict) else plain[name]}")
+            elif key in DTYPES and place == "":
+                _set_dtype(plain, tree, key, value)
+            elif key in _IDLE:
+                _note(f"{where}: has no effect: {_IDLE[key]}")
+            elif key in _FIXED:
+                _check_fixed(key, value, where)
+            elif key in elsewhere:
+                raise UserError(f"{where}: {elsewhere[key]}")
+            elif key in _OTHER and not value:
+                _note(f"{where}: has no effect: it asks for nothing")
+            elif key in _OTHER:
+                raise UserError(f"{where}: unknown key; {_OTHER[key]}")
+            else:
+                plain[key] = _value(key, value, where)
     return plain
 
 
@@ -248,6 +277,8 @@ def _value(key: str, value: object, where: str) -> object:
         return _OPTIMIZERS[value]
     if key == "report_to" and isinstance(value, str):
         return [] if value == "none" else [value]
+    if key == "eval_dataset":
+        return _one(value, where, "one data set is evaluated on; write its path, or a block with path or hub")
     return value
 
 
@@ -298,7 +329,7 @@ _VALUES: dict[str, Callable[[object, str], object]] = {
     "lora_target_linear": _all_linear,
     "use_gradient_checkpointing": _recompute,
     "data_files": partial(_one, instead="several files are a list under dataset: [first.jsonl, second.jsonl]"),
-    "test_datasets": partial(_one, instead="one data set is evaluated on; write eval_dataset"),
+    "test_datasets": partial(_value, "eval_dataset"),
     "type": _format,
     "formatting": _format,
 }

@@ -23,7 +23,24 @@ ROW_MULTIPLE = 16  # a microbatch is padded to a multiple of this many rows
 
 
 class UserError(ValueError):
-    """Something the user can mend. The text says what is wrong, where, and what to do next; it is shown on one line."""
+    """Something the user can mend. The text says what is wrong, where, and what to do next; one line for each thing."""
+
+
+class Faults(list[str]):
+    """What is wrong in several places, to be said at once: ``with faults:`` notes a UserError and goes on behind it."""
+
+    def __enter__(self) -> Faults:
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: object) -> bool:
+        if isinstance(error, UserError):
+            self.append(str(error))
+        return isinstance(error, UserError)
+
+    def end(self) -> None:
+        """Raises UserError with a line for each that was noted."""
+        if self:
+            raise UserError("\n".join(dict.fromkeys(self)))
 
 
 class Note(UserWarning):

@@ -159,12 +159,24 @@ def _warnings(adapter: AdapterRun, tokenizer: PreTrainedTokenizerFast) -> list[s
     if unknown is not None and unknown != tokenizer.eos_token_id:
         lost = sum(int((data.sample(i)[0] == unknown).sum()) for i in range(len(data)))
         found += [f"{lost:,} unknown tokens: the tokenizer loses characters of this data"] if lost else []
+    silent = sum(_silent(*data.sample(int(i)), tokenizer) for i in range(len(data)))
+    if silent:
+        rows = f"{silent:,} row{'s have' if silent > 1 else ' has'}"
+        found.append(f"{rows} an empty answer, which teaches the adapter to say nothing; fill it or delete the row")
     if data.stats.truncated:
         share = data.stats.truncated / data.stats.kept
         found.append(f"{share:.1%} of the rows are cut at max_length {config.max_length}; raise it, or split the rows")
     if len(data) < config.rows_per_step:
         found.append(f"a step takes {config.rows_per_step} rows and there are {len(data)}: each step is a whole epoch")
     return found
+
+
+def _silent(ids: np.ndarray, labels: np.ndarray, tokenizer: PreTrainedTokenizerFast) -> bool:
+    """Whether of some answer nothing but its end is trained."""
+    trained = np.concatenate([labels[1:] != IGNORE, [False]])  # nothing predicts the first token
+    before = np.concatenate([[False], trained[:-2]])
+    alone = trained[:-1] & ~before & ~trained[1:]
+    return bool(np.isin(ids[1:][alone], tokenizer.all_special_ids).any())
 
 
 def _marked(data: TokenData, index: int, tokenizer: PreTrainedTokenizerFast) -> str:

@@ -206,4 +206,5 @@ def _adapter_config(fields: dict[str, object], folder: Path) -> AdapterConfig:
     try:
         return parse_config({"base_model": str(folder), "adapters": [adapter]}).adapters[0]
     except UserError as error:
-        raise UserError(f"{adapter_files(folder)[0]}: {error}") from None
+        file = adapter_files(folder)[0]
+        raise UserError("\n".join(f"{file}: {line}" for line in str(error).split("\n"))) from None

@@ -62,6 +62,29 @@ def test_check_says_what_would_be_trained_and_writes_nothing(config, capsys):
     assert not (config.parent / "runs").exists()
 
 
+@pytest.mark.parametrize(
+    ("rows", "said"),
+    [
+        (["question,answer", "a b,", "c,d", ","], "2 rows have an empty answer"),
+        (["prompt,completion", "a b,", "c, d"], "1 row has an empty answer"),
+        (["question,answer", "a b,c", "c,d e"], None),
+    ],
+)
+def test_an_empty_answer_is_a_warning(config, capsys, rows, said):
+    (config.parent / "rows.csv").write_text("\n".join(rows))
+    assert main(["check", str(config), "--set", "adapters.few.dataset=rows.csv"]) == 0
+    few = capsys.readouterr().out.split("\nfew\n")[1].split("\nmany\n")[0]
+    assert said in few if said else "empty answer" not in few
+
+
+def test_an_empty_answer_between_others_is_a_warning(config, capsys):
+    turns = [{"role": role, "content": text} for role, text in zip(["user", "assistant"] * 2, "a cb", strict=False)]
+    turns[1]["content"] = ""
+    (config.parent / "chat.jsonl").write_text(json.dumps({"messages": turns}))
+    assert main(["check", str(config), "--set", "adapters.few.dataset=chat.jsonl"]) == 0
+    assert "1 row has an empty answer" in capsys.readouterr().out
+
+
 def test_what_is_missing_here_is_a_warning(config, capsys):
     (config.parent / "taken").write_text("")
     assert main(["check", str(config), "--set", f"output_dir={config.parent / 'taken'}"]) == 0

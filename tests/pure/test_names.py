@@ -89,6 +89,10 @@ def test_an_empty_key_of_another_program_asks_for_nothing(key):
         assert notes[0].endswith(f"{key}: has no effect: it asks for nothing")
 
 
+def test_rows_to_evaluate_on_may_stand_in_a_list_alone():
+    assert read(eval_dataset=["/h"])[0] == read(eval_dataset="/h")[0]
+
+
 def test_another_word_for_a_value():
     config, notes = read(optim="adamw_torch_fused")
     assert config.adapters[0].optim == "adamw_torch"
@@ -170,6 +174,9 @@ def test_a_choice_of_other_programs_that_is_none_here(key):
         (lambda: message(eval_strategy="epoch"), "adapters[a].eval_strategy: 'epoch' is not supported: write ev"),
         (lambda: message(top={"deepspeed": "zero.json"}), "deepspeed: 'zero.json' is not supported: write pipeline:"),
         (lambda: message(test_datasets=["x", "y"]), "adapters[a].test_datasets: one data set is evaluated on"),
+        (lambda: message(eval_dataset=["x", "y"]), "adapters[a].eval_dataset: one data set is evaluated on; write its"),
+        (lambda: message(eval_dataset=[]), "adapters[a].eval_dataset: one data set is evaluated on"),
+        (lambda: message(top={"defaults": {"eval_dataset": ["x", "y"]}}), "defaults.eval_dataset: one data set is ev"),
         (lambda: message(additional_target=["lm_head"]), "adapters[a].modules_to_save: ['lm_head'] is not supported"),
         (lambda: message(batch_size=8), "a step has per_device_train_batch_size × gradient_accumulation_steps rows"),
         (lambda: message(template="llama3"), "adapters[a].template: unknown key; the tokenizer's own chat template is"),
@@ -195,6 +202,71 @@ def test_a_choice_of_other_programs_that_is_none_here(key):
 )  # fmt: skip
 def test_what_is_refused_says_what_to_write(found, expected):
     assert expected in found()
+
+
+def lines(*args, **keys):
+    with pytest.raises(UserError) as caught:
+        read(*args, **keys)
+    return str(caught.value).split("\n")
+
+
+def test_all_that_is_wrong_is_said_at_once():
+    found = lines(
+        dataset={"path": "x", "roles": ["x"], "field_messages": "turns"},
+        top={"deepspeed": "z.json", "microbatch_tokens": "x", "pipeline": {"stage": 2}, "defaults": {"template": "t"}},
+        bf16=True,
+        optim="lion",
+        r="x",
+        use_dora=True,
+        learningrate=1,
+        abc=1,
+        xyz=1,
+    )
+    expected = [
+        "defaults.template: unknown key; the tokenizer's own chat template",
+        "adapters[a].bf16: belongs to the run",
+        "adapters[a].use_dora: True is not supported",
+        "adapters[a].learningrate: unknown key; did you mean 'learning_rate'?",
+        "adapters[a].abc, xyz: unknown keys; known keys: adam_beta1",
+        "adapters[a].dataset.roles: unknown key; the usual names",
+        "adapters[a].dataset.field_messages: unknown key; write columns",
+        "adapters[a].optim: 'lion' is not one of",
+        "adapters[a].r: expected a whole number",
+        "deepspeed: 'z.json' is not supported",
+        "pipeline.stage: unknown key",
+        "microbatch_tokens: 'x' is not one of",
+    ]
+    assert len(found) == len(expected)
+    assert all(line.startswith(start) for line, start in zip(found, expected, strict=True)), found
+
+
+def test_a_fault_of_a_gridded_block_is_said_once():
+    found = lines(grid={"r": [4, 8], "lr": [1e-4, 1e-3]}, optim="lion", template="t")
+    assert [line.split(":")[0] for line in found] == ["adapters[a].template", "adapters[a].optim"]
+
+
+def test_a_file_of_another_program_is_told_all_its_keys(tmp_path, capsys):
+    path = tmp_path / "axolotl.yml"
+    path.write_text(
+        "base_model: b\ndatasets: [{path: o/n, type: alpaca}]\nlora_r: 8\nmicro_batch_size: 2\nload_in_4bit: true\n"
+    )
+    assert cli.main(["check", str(path)]) == 2
+    assert [line.split(";")[0] for line in capsys.readouterr().err.splitlines()] == [
+        "mlora: adapters: missing",
+        "mlora: datasets: belongs to an adapter: write dataset beside the adapter's name",
+        "mlora: lora_r: belongs to an adapter: write r under defaults, or beside the adapter's name",
+        "mlora: micro_batch_size: belongs to an adapter: write per_device_train_batch_size under defaults, or beside "
+        "the adapter's name",
+        "mlora: load_in_4bit: True is not supported: write quantization: nf4 at the top of the file",
+    ]
+
+
+@pytest.mark.parametrize(
+    "key", ["loss_watchdog_threshold", "plugins", "eos_token", "dataset_train_split", "bnb_4bit_quant_type", "roles"]
+)
+def test_a_key_of_another_program_is_no_misspelt_one_of_ours(key):
+    for found in (message(**{key: 1}), message(top={key: 1}), message(dataset={"path": "x", key: 1})):
+        assert f"{key}: unknown key; " in found and "did you mean" not in found and "known keys" not in found
 
 
 SOURCES = {
