@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from mlora.checkpoint.peft_files import adapter_files
 from mlora.engine.adapter_run import AdapterRun
 from mlora.engine.base import Base
@@ -27,25 +29,29 @@ def load_initial(adapter: AdapterRun, base: Base) -> None:
     except UserError as error:
         raise UserError(f"{place}: {error}") from None
     _check_same_shape(source, adapter, base.spec, place)
-    told = [
-        f"{key} is {float(getattr(config, key)):g} here and was {float(getattr(source.config, key)):g} there"
-        for key in _TOLD
-        if getattr(config, key) != getattr(source.config, key)
-    ]
-    if source.config.use_rslora != config.use_rslora:
-        told.append(f"use_rslora is {config.use_rslora} here and was {source.config.use_rslora} there".lower())
-    if source.base_model and source.base_model != base.name:
-        told.append(f"base_model is {base.name} here and was {source.base_model} there")
-    counts = [config.scaling(name) / source.config.scaling(name) for name in adapter.targets]
-    if {*counts} != {1}:
-        shown = " to ".join(f"{x:.4g}" for x in sorted({min(counts), max(counts)}))
-        told.append(f"its update counts {shown} times as much as there")
-    print(f"{config.name}: begins with {config.init_from}; {'; '.join(told) or 'with the same settings'}", flush=True)
+    told = "; ".join(_differences(source, adapter, base)) or "with the same settings"
+    print(f"{config.name}: begins with {config.init_from}; {told}", flush=True)
     adapter.restored = {
         f"{name}.{kind}": matrix.contiguous()
         for name, pair in source.matrices.items()
         for kind, matrix in zip("AB", pair, strict=True)
     }
+
+
+def _differences(source: Trained, adapter: AdapterRun, base: Base) -> Iterator[str]:
+    """What changes the meaning of the matrices."""
+    here, there = adapter.config, source.config
+    for key in _TOLD:
+        if getattr(here, key) != getattr(there, key):
+            yield f"{key} is {float(getattr(here, key)):g} here and was {float(getattr(there, key)):g} there"
+    if there.use_rslora != here.use_rslora:
+        yield f"use_rslora is {here.use_rslora} here and was {there.use_rslora} there".lower()
+    if source.base_model and source.base_model != base.name:
+        yield f"base_model is {base.name} here and was {source.base_model} there"
+    counts = [here.scaling(name) / there.scaling(name) for name in adapter.targets]
+    if {*counts} != {1}:
+        shown = " to ".join(f"{x:.4g}" for x in sorted({min(counts), max(counts)}))
+        yield f"its update counts {shown} times as much as there"
 
 
 def _check_same_shape(source: Trained, adapter: AdapterRun, spec: ModelSpec, place: str) -> None:

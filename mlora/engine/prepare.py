@@ -54,18 +54,7 @@ def prepare(config: RunConfig, stages: int, resumable: Collection[str] = (), to_
     layers = layer_counts(base.spec, stages, config.pipeline.layers)
     if to_train:
         _check_quantization(base)
-    adapters: list[AdapterRun] = []
-    parked: dict[str, str] = {}
-    for adapter in config.adapters:
-        try:
-            adapters.append(prepare_adapter(len(adapters), adapter, base))
-        except DataError as error:
-            if adapter.name not in resumable:
-                raise
-            parked[adapter.name] = str(error)
-            print(f"{adapter.name}: is parked: {error}", flush=True)
-    if not adapters:
-        raise UserError(next(iter(parked.values())))
+    adapters, parked = _prepare_adapters(config, base, resumable)
     rows = [adapter.config.rows_per_step * float(adapter.data.lengths.mean()) for adapter in adapters]
     factor = config.pipeline.in_flight or in_flight_factor(config, stages, rows, full_rows(base.device))
     flight = in_flight(stages, factor)
@@ -80,6 +69,24 @@ def prepare(config: RunConfig, stages: int, resumable: Collection[str] = (), to_
     if stages > 1:
         print(f"{stages} stages of {layers} layers, microbatches in flight {prepared.in_flight}", flush=True)
     return prepared
+
+
+def _prepare_adapters(
+    config: RunConfig, base: Base, resumable: Collection[str]
+) -> tuple[list[AdapterRun], dict[str, str]]:
+    adapters: list[AdapterRun] = []
+    parked: dict[str, str] = {}
+    for adapter in config.adapters:
+        try:
+            adapters.append(prepare_adapter(len(adapters), adapter, base))
+        except DataError as error:
+            if adapter.name not in resumable:
+                raise
+            parked[adapter.name] = str(error)
+            print(f"{adapter.name}: is parked: {error}", flush=True)
+    if not adapters:
+        raise UserError(next(iter(parked.values())))
+    return adapters, parked
 
 
 def _check_quantization(base: Base) -> None:

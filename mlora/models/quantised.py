@@ -165,14 +165,13 @@ class FrozenLinears:
         tensors = {"lm_head.weight": weights.head(), **weights.head_scales()}
         if len(tensors) == 1:
             return tensors["lm_head.weight"].to(self._device, self._dtype)
-        assert self._quantization is not None
-        out_VD = torch.empty(self._shapes["lm_head"], dtype=self._dtype, device=self._device)
-        self._part(tensors, "lm_head", "lm_head", self._quantization).write(out_VD)
-        return out_VD
+        return self._written(tensors, "lm_head", "lm_head")
 
     def dequantised(self, tensors: Mapping[str, torch.Tensor], layer: int, path: str) -> torch.Tensor:
         """One module's weight [O, D] in ``dtype``, as products read it."""
-        name = module_name(layer, path)
+        return self._written(tensors, path, module_name(layer, path))
+
+    def _written(self, tensors: Mapping[str, torch.Tensor], path: str, name: str) -> torch.Tensor:
         assert self._quantization is not None
         out_OD = torch.empty(self._shapes[path.split(".")[-1]], dtype=self._dtype, device=self._device)
         self._part(tensors, path, name, self._quantization).write(out_OD)
