@@ -379,6 +379,26 @@ def test_a_stall_of_one_rank_ends_nothing(short, tmp_path, seconds, limits):
     assert logged_steps(run.folder) == {"a": 4, "b": 4, "c": 4}
 
 
+def test_a_replica_that_has_ended_waits_for_as_long_as_the_others_take(endless, tmp_path):
+    """Here for 6 s, while torch's limits are 600 times as short as they are: an hour."""
+    code = """
+        import time
+        from mlora.pipeline.stage import Stage
+        from mlora.pipeline.transport import distributed
+        distributed.OPERATION_TIMEOUT /= 600
+        step = Stage.step
+        def slow(self, *arguments):
+            time.sleep(3 * (os.environ["RANK"] == "0"))
+            return step(self, *arguments)
+        Stage.step = slow
+    """
+    adapters = [endless["adapters"][0] | {"max_steps": 3}, endless["adapters"][1] | {"max_steps": 2}]
+    config = endless | {"adapters": adapters, "pipeline": {"replicas": 2}}
+    environment = injected(tmp_path / "py", code)
+    with started(config, tmp_path / "run", "--nproc", "2", environment=environment) as run:
+        assert run.wait(ENDED_S) == 0, run.text
+
+
 def _rows_of_lengths(path: Path, lengths: Sequence[int]) -> Path:
     """Plain text, a token for each letter, one row for each length."""
     path.write_text("\n".join(json.dumps({"text": "q" * length}) for length in lengths))

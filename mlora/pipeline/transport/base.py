@@ -11,8 +11,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-# Compiling, loading and saving may keep a stage from answering for long; that it still lives is Liveness's business.
-OPERATION_TIMEOUT = timedelta(minutes=30)
+# A replica waits until the last one has ended, all ranks until the first has read its data; that a rank still lives is
+# Liveness's business. torch counts in milliseconds, of which 25 days are too many for 32 bits.
+OPERATION_TIMEOUT = timedelta(days=24)
 
 
 NOTE_BYTES = 256
