@@ -35,6 +35,8 @@ NO_ENVIRONMENT = (
     "mlora.pipeline.schedule",
 )
 
+MOST_LINES = 18_300
+
 
 def _module(path: Path) -> str:
     return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
@@ -126,6 +128,11 @@ def test_no_environment_variable_is_read(unit):
         and (node.attr if isinstance(node, ast.Attribute) else node.id) in ("environ", "getenv")
     ]
     assert found == []
+
+
+def test_the_engine_does_not_grow_unseen():
+    """A third of it is what training alone does not need: data in many forms, use of what was trained, reports."""
+    assert sum(len(path.read_text(encoding="utf-8").splitlines()) for path in FILES.values()) <= MOST_LINES
 
 
 def test_the_check_sees_a_wrong_import(tmp_path):
