@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Literal, Protocol
@@ -21,6 +22,7 @@ from mlora.types import Microbatch, Segment, StepDecision, UserError
 
 Decision = Literal["end", "cancel"] | None
 OnStep = Callable[[StepReport], Decision]
+_IDLE_S = 0.5  # between two looks at what was added, when nothing else is to be done
 
 
 class Records(Protocol):
@@ -84,7 +86,8 @@ class Coordinator:
             self.halted()
             entries = (*self._leaving(), *self._retrying(), *self._joining())
             positions = self._planner.window(self._window)
-            if not entries and not positions and not self._slots:
+            idle = not entries and not positions and not self._slots
+            if idle and not self._requests.waits_for_more():
                 return
             inputs = {
                 p.index: packed_inputs(p.microbatch, self._held_out if p.forward_only else self._data, self._unreadable)
@@ -92,6 +95,8 @@ class Coordinator:
                 if p.microbatch
             }
             yield Window(entries=entries, positions=positions, inputs=inputs)
+            if idle:
+                time.sleep(_IDLE_S)
 
     def _data(self, index: int) -> TokenData:
         return self._adapters[index].data

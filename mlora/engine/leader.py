@@ -159,6 +159,7 @@ class Leader:
                 rank = replica * len(self.job.in_flight)
                 hand_over(world, rank, share)
                 reports.append(threads.submit(receive_all, world, rank, self._adapters, recorder, exporter))
+            requests.waits_for_more = lambda: not all(report.done() for report in reports)
             worker.executor.run(_while_sound(windows, reports))
             wait(reports, return_when=FIRST_EXCEPTION)
             _raise_failed(reports)

@@ -4,6 +4,7 @@ its actions."""
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 
 from mlora.engine.adapter_run import AdapterRun
 from mlora.types import Interrupted
@@ -12,10 +13,14 @@ _STOP, _END = "signal ", "end "
 
 
 class Requests:
-    """The wishes that have not been met yet, and the signal, if any, that stops the run."""
+    """The wishes that have not been met yet, and the signal, if any, that stops the run.
+
+    ``waits_for_more``: whether the run goes on elsewhere when all adapters here have ended, and others may be added.
+    """
 
     def __init__(self) -> None:
         self.signal: int | None = None
+        self.waits_for_more: Callable[[], bool] = lambda: False
         self._ends: set[str] = set()
         self._arrived: list[AdapterRun] = []
         self._lock = threading.Lock()

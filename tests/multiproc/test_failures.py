@@ -23,6 +23,7 @@ from typing import Any
 
 import pytest
 
+from mlora.engine.inbox import leave_adapters
 from tests.cpu.runs import write_rows
 from tests.cpu.tiny import save_tiny
 
@@ -397,6 +398,32 @@ def test_a_replica_that_has_ended_waits_for_as_long_as_the_others_take(endless, 
     environment = injected(tmp_path / "py", code)
     with started(config, tmp_path / "run", "--nproc", "2", environment=environment) as run:
         assert run.wait(ENDED_S) == 0, run.text
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_what_is_added_when_the_first_replica_has_ended_is_trained(endless, tmp_path, stages):
+    code = """
+        import time
+        from mlora.pipeline.stage import Stage
+        forward = Stage.forward
+        def slow(self, *arguments):
+            time.sleep(0.2 * (int(os.environ["RANK"]) == int(os.environ["WORLD_SIZE"]) // 2))
+            return forward(self, *arguments)
+        Stage.forward = slow
+    """
+    first, second, third = endless["adapters"]
+    adapters = [first | {"max_steps": 50}, second | {"max_steps": 48}]  # the dearer one goes to the first replica
+    config = endless | {"adapters": adapters, "pipeline": {"stages": stages, "replicas": 2}}
+    added = tmp_path / "added.json"
+    added.write_text(json.dumps({"adapters": [third | {"max_steps": 3}]}))
+    environment = injected(tmp_path / "py", code)
+    with started(config, tmp_path / "run", "--nproc", str(2 * stages), environment=environment) as run:
+        while "a  checkpoint of step 50" not in run.text:
+            assert run.process.poll() is None, run.text
+            time.sleep(0.1)
+        assert leave_adapters(run.folder, added) == ["c"]
+        assert run.wait(2 * ENDED_S) == 0, run.text
+    assert logged_steps(run.folder) == {"a": 50, "b": 48, "c": 3}
 
 
 def _rows_of_lengths(path: Path, lengths: Sequence[int]) -> Path:
