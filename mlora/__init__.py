@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +19,9 @@ if TYPE_CHECKING:
     from mlora.engine.use import Models
 
 __version__ = "0.1.0"
+
+# MKL's sums are then the same for any number of threads and rows; it looks at this before its first product.
+os.environ.setdefault("MKL_CBWR", "AUTO,STRICT")
 
 __all__ = [
     "AdapterConfig",
