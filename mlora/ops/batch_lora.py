@@ -29,7 +29,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from mlora.ops.devices import has_kernels, kernels
+from mlora.ops.devices import has_kernels, in_blocks, kernels
 from mlora.ops.fp8 import Fp8Weight
 from mlora.ops.random import Key, dropout_key, dropout_threshold, keep_mask
 from mlora.ops.routing import Routing
@@ -234,10 +234,11 @@ def _frozen_backward(dy_TO: torch.Tensor, weight_OD: torch.Tensor | Fp8Weight) -
 
 
 def _by_rows(product: Callable[[torch.Tensor], torch.Tensor], x_TD: torch.Tensor) -> torch.Tensor:
-    """The product, where cuBLAS would choose another float32 kernel for another number of rows in equal blocks."""
+    """The product in equal blocks, where cuBLAS would choose another float32 kernel for another number of rows, or a
+    CPU's library another order."""
     if x_TD.is_cuda and x_TD.dtype == torch.float32:
         return torch.cat([product(rows_ND) for rows_ND in x_TD.split(FLOAT32_ROWS)])
-    return product(x_TD)
+    return in_blocks(product, x_TD)
 
 
 def _rank_cap(rank: int) -> int:

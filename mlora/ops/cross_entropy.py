@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from mlora.ops.devices import has_kernels, kernels
+from mlora.ops.devices import has_kernels, in_blocks, kernels
 
 CHUNK_ROWS = 512  # fixed: 512 · 128k bf16 logits are 131 MB
 
@@ -28,7 +28,7 @@ def linear_cross_entropy(
     losses, grads = [], []
     for start in range(0, hidden_ND.shape[0], CHUNK_ROWS):
         rows = slice(start, start + CHUNK_ROWS)
-        logits_CV = F.linear(hidden_ND[rows], weight_VD)
+        logits_CV = _logits(hidden_ND[rows], weight_VD)
         if has_kernels(logits_CV):
             losses.append(kernels("cross_entropy").cross_entropy(logits_CV, labels_N[rows], weights_N[rows], True))
             grads.append(logits_CV @ weight_VD)
@@ -50,10 +50,14 @@ def linear_cross_entropy_scores(
     losses, correct = [], []
     for start in range(0, hidden_ND.shape[0], CHUNK_ROWS):
         labels_C = labels_N[start : start + CHUNK_ROWS]
-        logits_CV = F.linear(hidden_ND[start : start + CHUNK_ROWS], weight_VD)
+        logits_CV = _logits(hidden_ND[start : start + CHUNK_ROWS], weight_VD)
         correct.append(logits_CV.argmax(-1) == labels_C)
         losses.append(_losses(logits_CV, labels_C))
     return torch.cat(losses), torch.cat(correct)
+
+
+def _logits(hidden_CD: torch.Tensor, weight_VD: torch.Tensor) -> torch.Tensor:
+    return in_blocks(lambda rows_ND: F.linear(rows_ND, weight_VD), hidden_CD)
 
 
 def _losses(logits_CV: torch.Tensor, labels_C: torch.Tensor) -> torch.Tensor:
@@ -70,4 +74,4 @@ def _grad(
     """(softmax - onehot) · weight, times W. Softmax works row by row, so a row's bits do not depend on its chunk."""
     dlogits_CV = torch.softmax(logits_CV, dim=-1).mul_(weight_C1)
     dlogits_CV[torch.arange(len(label_C1), device=label_C1.device), label_C1[:, 0]] -= weight_C1[:, 0]
-    return dlogits_CV.to(weight_VD.dtype) @ weight_VD
+    return in_blocks(lambda rows_NV: rows_NV @ weight_VD, dlogits_CV.to(weight_VD.dtype))

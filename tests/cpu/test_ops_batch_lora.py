@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from mlora.ops import batch_lora
 from mlora.ops.batch_lora import (
     LinearBank,
     LoraGroup,
@@ -272,6 +273,26 @@ def test_the_cut_into_calls_changes_no_bit(slot):
         _run(part_x, weight, bias, cut, routing, part_dy)
     for name, grad in _grads(whole).items():
         assert torch.equal(grad, _grads(cut)[name]), name
+
+
+@pytest.mark.parametrize("threads", [1, 2, 4])
+@pytest.mark.parametrize(("inner", "outer"), [(576, 960), (960, 576), (2048, 320), (1536, 576)])
+@torch.no_grad()
+def test_a_frozen_product_at_a_models_widths_does_not_depend_on_the_number_of_rows(threads, inner, outer):
+    """MKL cuts the inner dimension otherwise for 192 rows or more, and with several threads for 32 or more."""
+    draw = torch.Generator().manual_seed(0)
+    x, weight = torch.randn(336, inner, generator=draw), torch.randn(outer, inner, generator=draw)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        for product in (
+            lambda rows: batch_lora._frozen(rows, weight, None),
+            lambda rows: batch_lora._frozen_backward(rows, weight.T.contiguous()),
+        ):
+            whole = product(x)
+            assert all(torch.equal(product(x[-count:]), whole[-count:]) for count in (16, 48, 64, 128, 192, 256))
+    finally:
+        torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("r", [3, 4, 8, 16, 24, 64])
