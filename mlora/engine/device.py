@@ -31,9 +31,9 @@ def choose_dtype(name: str, device: torch.device) -> torch.dtype:
 def row_bucket(device: torch.device, dtype: torch.dtype) -> Callable[[int], int]:
     """Rows of a microbatch with its padding, so that no row's product depends on how many others there are.
 
-    A CPU's products are then the same for any multiple of 16. cuBLAS changes kernels with the number of rows; for the
-    shapes that tests/gpu/test_row_invariance.py lists it did not from 1,024 rows on (one H200, bfloat16). In float32 it
-    does, so products are taken in blocks of as many rows.
+    A CPU's products are then the same for any multiple of 16 (``in_blocks``). cuBLAS changes kernels with the number
+    of rows; for the shapes that tests/gpu/test_row_invariance.py lists it did not from 1,024 rows on (one H200,
+    bfloat16). In float32 it does, so products are taken in blocks of as many rows.
     """
     if device.type == "cpu":
         return padded
