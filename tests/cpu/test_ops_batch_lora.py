@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -25,6 +24,7 @@ from mlora.ops.batch_lora import (
 from mlora.ops.random import keep_mask, key_for
 from mlora.ops.routing import Routing
 from tests.cpu.packing import routed
+from tests.cpu.processor import INTEL, STRICT
 
 D = 80
 OUTS = {"q": 48, "k": 16, "v": 32}
@@ -276,7 +276,6 @@ def test_the_cut_into_calls_changes_no_bit(slot):
         assert torch.equal(grad, _grads(cut)[name]), name
 
 
-CPU = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
 WIDTHS = [(576, 960), (960, 576), (2048, 320), (1536, 576)]  # a library cuts sums of about 900 terms or more
 
 
@@ -306,7 +305,7 @@ def test_a_frozen_product_at_a_models_widths_does_not_depend_on_the_number_of_ro
         assert all(torch.equal(product(x[-count:]), whole[-count:]) for count in (16, 48, 64, 128, 192, 256))
 
 
-@pytest.mark.skipif("GenuineIntel" not in CPU, reason="MKL has its strict mode on Intel's CPUs")
+@pytest.mark.skipif(not INTEL, reason=STRICT)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize(("inner", "outer"), WIDTHS)
 @torch.no_grad()

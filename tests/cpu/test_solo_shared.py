@@ -7,8 +7,10 @@ import math
 import pytest
 import torch
 
+import mlora
 from mlora.adapters.state import AdapterState
-from tests.cpu.runs import outcome, run, write_rows
+from tests.cpu.processor import INTEL, STRICT
+from tests.cpu.runs import config, outcome, run, write_rows
 from tests.cpu.tiny import save_tiny
 
 STEPS = 8
@@ -69,6 +71,26 @@ def test_threads_change_no_bit(tmp_path, model, adapters, alone, threads):
     finally:
         torch.set_num_threads(before)
     assert not alone.differences(outcome(again, "subject"))
+
+
+@pytest.mark.parametrize("threads", [1, pytest.param(2, marks=pytest.mark.skipif(not INTEL, reason=STRICT))])
+def test_company_stages_and_threads_change_no_bit_at_a_models_widths(tmp_path, threads):
+    """A library cuts sums of about 900 terms or more otherwise for many rows, or for several threads."""
+    sizes = {"hidden_size": 960, "intermediate_size": 1536, "num_attention_heads": 15, "num_key_value_heads": 5}
+    model = save_tiny(tmp_path / "model", "llama2", num_hidden_layers=2, **sizes)
+    common = {"max_steps": 2, "warmup_steps": 0, "per_device_train_batch_size": 3, "lora_dropout": 0.1}
+    one = common | {"name": "subject", "dataset": str(write_rows(tmp_path / "a.jsonl", 7, seed=1, longest=30)), "r": 8}
+    two = common | {"name": "other", "dataset": str(write_rows(tmp_path / "b.jsonl", 9, seed=2, longest=150)), "r": 24}
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        alone = outcome(run(tmp_path / "alone", model, [one]), "subject")
+        torch.set_num_threads(threads)
+        for stages in (1, 2):
+            shared = mlora.train(config(model, [two, one], tmp_path / f"of_{stages}", stages, microbatch_tokens=400))
+            assert not alone.differences(outcome(shared, "subject"))
+    finally:
+        torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("cap", [60, 4096])
