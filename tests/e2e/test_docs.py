@@ -42,6 +42,7 @@ ELSEWHERE = {
     r"torchrun --nnodes|sbatch|kubectl": "several hosts; torchrun's parser in tests/cpu/test_launch_files.py",
     r"python benchmarks|pytest tests/gpu": "a GPU, or hours",
     r"mlora (add|stop) ": "a run that is live; tests/cpu/test_while_running.py",
+    r"vllm serve": "a server that is not installed here",
     r"mlora train hub.yaml": "a hub that is out of reach; tests/cpu/test_data_hub.py",
 }
 # Pages that show a run of files, or of a moment, that are not here: their commands must do, the output is not compared.
