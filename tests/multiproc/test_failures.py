@@ -178,15 +178,15 @@ def test_torchruns_report_names_the_root_cause(endless, tmp_path):
     code = """
         from mlora.pipeline.stage import Stage
         def breaks(self, *_):
-            raise MemoryError("no room for the adapter")
-        Stage.join = breaks
+            raise MemoryError("no room for the step")
+        Stage.step = breaks
     """
     launcher = (*TORCHRUN, "--standalone", "--nproc-per-node", "2")
     with started(endless, tmp_path / "run", launcher=launcher, environment=injected(tmp_path / "py", code, 1)) as run:
         assert run.wait(ENDED_S) == 1
     assert "in breaks" in run.text
     cause = run.text.partition("Root Cause (first observed failure):")[2]
-    assert re.search(r"rank 1 on \S+ failed: MemoryError: no room for the adapter", cause), run.text
+    assert re.search(r"rank 1 on \S+ failed: MemoryError: no room for the step", cause), run.text
 
 
 @pytest.mark.parametrize(
