@@ -435,3 +435,28 @@ def test_the_table_follows_who_is_in_the_bank():
     bank.put(7, groups[7])
     check(7, 100)
     assert bank.rank_cap == 64
+
+
+class Products(TorchDispatchMode):
+    """The shapes of what matrix products give."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shapes: list[tuple[int, int]] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if func.overloadpacket.__name__ in ("mm", "addmm", "addmm_"):
+            self.shapes.append(tuple(out.shape))
+        return out
+
+
+@torch.no_grad()
+def test_small_products_are_padded_on_every_cpu():
+    """Whether the threads change their bits without it depends on the CPU; see ``_TILE``."""
+    for rows, rank in ((3, 8), (40, 5), (33, 24)):
+        with Products() as seen:
+            batch_lora._product(torch.ones(rows, D), torch.ones(D, rank))
+            batch_lora._accumulate(torch.zeros(rank, D), torch.ones(rows, rank), torch.ones(rows, D))
+        assert len(seen.shapes) == 2
+        assert all(height >= 16 and width % 16 == 0 for height, width in seen.shapes), seen.shapes

@@ -32,6 +32,7 @@ QUANTISED = "tests/cpu/test_quantised.py"
 FP8 = "tests/cpu/test_fp8.py"
 DENSE = "test_a_quantised_base_is_a_dense_one_with_the_dequantised_weights"
 REPLICAS = "tests/multiproc/test_training.py::test_replicas_give_the_bits_of_one"
+PADDED = "tests/cpu/test_ops_batch_lora.py::test_small_products_are_padded_on_every_cpu"
 WIDE = (
     "tests/cpu/test_ops_batch_lora.py::test_a_frozen_product_at_a_models_widths_does_not_depend_on_the_number_of_rows"
 )
@@ -59,9 +60,9 @@ MUTANTS = (
     (2, "clip_over_all_adapters", COMPANY),
     (2, "samples_out_of_order", COMPANY),
     (2, "rows_together_whatever_the_library", WIDE),
-    (2, "short_products_unpadded", "tests/cpu/test_ops_batch_lora.py"),
-    (2, "odd_ranks_unpadded", "tests/cpu/test_ops_batch_lora.py"),
-    (2, "odd_ranks_unpadded_in_gradients", "tests/cpu/test_ops_batch_lora.py"),
+    (2, "short_products_unpadded", PADDED),
+    (2, "odd_ranks_unpadded", PADDED),
+    (2, "odd_ranks_unpadded_in_gradients", PADDED),
     (2, "sigmoid_of_torch", "tests/cpu/test_ops_elementwise.py"),
     (2, "kernel_sums_over_the_samples_place", KERNELS),
     (2, "kernel_mask_by_row", KERNELS),
