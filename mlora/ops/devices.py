@@ -68,7 +68,6 @@ def _rows_are_independent(dtype: torch.dtype) -> bool:
     """Whether a product's rows are the same without the others, tried at widths at which libraries begin to cut sums.
 
     MKL's are in its strict mode, for which ``mlora`` asks and which Intel's CPUs have; oneDNN's, in bfloat16, are not.
-    In blocks a product takes up to a third longer.
     """
     draw = torch.Generator().manual_seed(0)
     for inner, outer in ((960, 576), (2048, 320)):
