@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 GPU := $(shell command -v nvidia-smi)
+FAST := tests/pure tests/multiproc tests/cpu tests/kernels tests/e2e
 CONSTRAINTS := $(if $(GPU),,-c constraints-cpu.txt)
 
 .PHONY: help demo test test-all mutants lint benchmark clean
@@ -23,7 +24,8 @@ demo: $(VENV)/ready ## train three adapters at once on SmolLM2-135M-Instruct and
 test test-all: export OMP_NUM_THREADS = 1
 
 test: lint ## everything that runs in minutes
-	$(BIN)/python -m pytest tests/pure tests/cpu tests/kernels tests/multiproc tests/e2e -m "not slow"
+	$(BIN)/python -m pytest $(FAST) -m "not slow and not timed" -n auto --dist loadfile
+	$(BIN)/python -m pytest $(FAST) -m "not slow and timed"
 
 test-all: lint mutants ## every test, the slow ones too
 	$(BIN)/python -m pytest tests

@@ -48,6 +48,7 @@ setup(
             "accelerate>=1.1",
             "pytest>=8",
             "pytest-timeout",
+            "pytest-xdist>=3.6",
             "hypothesis>=6",
             "pyte>=0.8",  # a terminal for the live view
             "jsonschema>=4",  # checks what mlora schema prints

@@ -175,7 +175,7 @@ class Terminal:
                 os.write(ours, self.press)
                 pressed = True
         os.close(ours)
-        return process.wait(20)
+        return process.wait(60)
 
 
 @pytest.fixture(scope="module")

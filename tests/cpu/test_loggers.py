@@ -164,6 +164,7 @@ def test_a_disk_that_does_not_take_it_costs_nothing_else(folder, capsys):
     assert capsys.readouterr().out.count("report_to: tensorboard gets nothing more") == 1
 
 
+@pytest.mark.timed
 def test_a_slow_one_makes_nobody_wait(tmp_path, monkeypatch, capsys):
     class Slow:
         def __init__(self, output_dir):

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
+
 from tests.multiproc.stub_stages import FlushingExecutor, SeamFlushingExecutor, assert_no_flush, run_threads
 
+pytestmark = pytest.mark.timed
 A_FEW_STEPS = (4, 4, 5, 4, 4)  # of each adapter: 72 microbatches
 
 

@@ -22,7 +22,7 @@ from tests.cpu.runs import outcome, write_rows
 from tests.cpu.tiny import save_tiny
 
 ROOT = Path(__file__).parents[2]
-STEPS = 60
+STEPS = 30
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +67,7 @@ def test_a_log_on_a_full_disk_costs_its_lines_not_the_run(tmp_path, tree, alone)
     with Path("/dev/full").open("w") as full:
         words = [sys.executable, "-m", "mlora", "train", str(config)]
         environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-        assert subprocess.run(words, env=environment, stdout=full, stderr=full, check=False, timeout=60).returncode == 0
+        assert subprocess.run(words, env=environment, stdout=full, stderr=full, check=False).returncode == 0
     for name in "ab":
         assert not alone[name].weights.keys() ^ load(tmp_path / "run", name).keys()
         assert all(torch.equal(alone[name].weights[key], x) for key, x in load(tmp_path / "run", name).items())
@@ -95,9 +95,9 @@ def test_the_first_signal_saves_and_ends_and_nothing_is_lost(tmp_path, tree, alo
     tree = tree | {"pipeline": {"stages": stages, "transport": "local"}}
     folder = tmp_path / "run"
     process = started(write(tree, folder))
-    wait_for(process, "a  step 20/")
+    wait_for(process, "a  step 10/")
     process.send_signal(number)
-    out, err = process.communicate(timeout=30)
+    out, err = process.communicate(timeout=60)
     assert process.returncode == 128 + number
     assert err.splitlines()[-1] == "mlora: interrupted; --resume auto goes on from the checkpoints"
     assert "a  stopped: by a signal" in out
@@ -105,7 +105,7 @@ def test_the_first_signal_saves_and_ends_and_nothing_is_lost(tmp_path, tree, alo
     for name in "ab":
         manifest = read_version(versions(folder / f"checkpoints/{name}")[-1]).manifest
         assert manifest.step == steps[name] and manifest.state == "stopped"
-    assert 20 <= steps["a"] < STEPS
+    assert 10 <= steps["a"] < STEPS
     results = mlora.train(tree | {"output_dir": str(folder)}, resume="auto")
     for name in "ab":
         assert not alone[name].differences(outcome(results, name)), name
@@ -134,7 +134,7 @@ def test_a_second_signal_ends_at_once(tmp_path, tree):
     time.sleep(1)
     assert process.poll() is None
     process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=5)
+    _, err = process.communicate(timeout=30)
     assert process.returncode == 128 + signal.SIGINT
     assert err.splitlines()[-1] == "mlora: ended by SIGINT: a second signal"
 
@@ -143,7 +143,7 @@ def test_what_does_not_fit_the_time_is_left_and_said(tmp_path, tree):
     process = started(write(tree | {"save_steps": 2}, tmp_path / "run"), STUCK.format(limit=1))
     wait_for(process, "stuck")
     process.send_signal(signal.SIGTERM)
-    _, err = process.communicate(timeout=10)
+    _, err = process.communicate(timeout=30)
     assert process.returncode == 128 + signal.SIGTERM
     assert err.splitlines()[-1].endswith("nothing more was saved within 1 s; the last checkpoints stand")
     assert read_version(versions(tmp_path / "run/checkpoints/a")[-1]).manifest.step in (2, 4, 6, 8)
@@ -188,10 +188,10 @@ def test_a_caller_in_python_gets_an_interrupt(tmp_path, tree):
 
 def test_what_is_passed_on_is_not_a_second_signal(tmp_path, tree):
     process = started(write(tree, tmp_path / "run"))
-    wait_for(process, "a  step 20/")
+    wait_for(process, "a  step 10/")
     for _ in range(3):
         process.send_signal(signal.SIGTERM)
-    _, err = process.communicate(timeout=30)
+    _, err = process.communicate(timeout=60)
     assert process.returncode == 128 + signal.SIGTERM
     assert err.splitlines()[-1] == "mlora: interrupted; --resume auto goes on from the checkpoints"
 
@@ -220,6 +220,6 @@ def test_a_merge_that_is_ended_leaves_nothing(tmp_path, tree, number, fast):
     wait_for(process, "slow")
     assert len(list((tmp_path / "out").iterdir())) == 1
     process.send_signal(number)
-    _, err = process.communicate(timeout=10)
+    _, err = process.communicate(timeout=30)
     assert process.returncode == 128 + number and err.splitlines() == ["mlora: interrupted"]
     assert list((tmp_path / "out").iterdir()) == []

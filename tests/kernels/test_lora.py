@@ -74,7 +74,7 @@ def test_pieces_with_programs_of_their_own_give_the_same_bits(dtype, monkeypatch
     """Samples of several pieces, in a program that walks an adapter's and in one for each piece."""
     monkeypatch.setattr("mlora.ops.routing.PIECE", 96)
     monkeypatch.setattr(lora, "PIECE", 96)
-    widths, in_width, skip = SHAPES["qkv"]
+    widths, in_width, skip = SHAPES["gate_up of odd widths"]
     generator = torch.Generator().manual_seed(1)
     x, dy = (torch.randn(routing_of().rows, n, generator=generator).to(DEVICE, dtype) for n in (in_width, sum(widths)))
     found = []

@@ -13,6 +13,8 @@ from mlora.pipeline.transport.store import open_store
 from mlora.types import UserError
 from tests.cpu.runs import files_up_to
 
+pytestmark = pytest.mark.timed
+
 
 def check_failed(ended, pattern, ranks, within_s=20, code=1):
     """All these ranks ended by themselves with ``code``, and the last thing they show matches ``pattern``."""

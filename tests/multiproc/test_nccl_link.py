@@ -16,7 +16,7 @@ from transport_suite import NAMES, run_check
 from mlora.pipeline.transport import distributed
 from mlora.pipeline.transport.base import Direction, Spec
 
-DEADLINE_S = 30
+DEADLINE_S = 60
 
 
 class GlooAsNccl:

@@ -11,6 +11,8 @@ import pytest
 from harness import check_all_passed, run
 from stub_stages import STAGES, Run, assert_no_flush
 
+pytestmark = pytest.mark.timed
+
 
 def test_processes_take_the_planned_time_and_are_never_empty(tmp_path):
     check_all_passed(run("stub_stages:process", STAGES, str(tmp_path / "run"), deadline_s=90))

@@ -79,7 +79,7 @@ def alone(config, tmp_path_factory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("processes", [2, 3, 4])
+@pytest.mark.parametrize("processes", [2, pytest.param(3, marks=pytest.mark.slow), 4])
 def test_processes_give_the_bits_of_one(config, alone, tmp_path, processes):
     finished = train(config, tmp_path / "run", "--nproc", str(processes))
     assert finished.returncode == 0, finished.stdout + finished.stderr

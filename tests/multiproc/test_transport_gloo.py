@@ -1,6 +1,8 @@
 import pytest
 from harness import check_all_passed, run
 
+pytestmark = pytest.mark.timed
+
 
 @pytest.mark.parametrize("stages", [2, 4])
 def test_conformance(stages):

@@ -61,5 +61,5 @@ def test_ctrl_c_is_no_traceback(folder, words):
     with subprocess.Popen([*command, *many], cwd=folder, text=True, start_new_session=True, **pipes) as process:
         assert process.stdout.readline()
         os.killpg(process.pid, signal.SIGINT)
-        _, err = process.communicate(timeout=60)
+        _, err = process.communicate(timeout=120)
     assert process.returncode == 130 and "Traceback" not in err and err.strip()

@@ -220,6 +220,7 @@ def test_an_adapter_without_steps_never_joins():
     assert planner.window(5) == ()
 
 
+@pytest.mark.timed
 def test_planning_is_quick():
     """128 microbatches for 8 stages and 32 adapters in under 50 ms."""
     planner = Planner(8192, in_flight(8, 2))
