@@ -676,7 +676,9 @@ def _convert(cls: type, key: str, value: object, place: str) -> Any:
         options, value = tuple(items), next(item for item in value if _as(items[0], item) is _NO)
     choices = [str(choice) for option in options if typing.get_origin(option) is Literal for choice in option.__args__]
     if choices:
-        near = difflib.get_close_matches(str(value).lower(), choices, n=1, cutoff=0.5)
+        said = str(value).lower()
+        begun = [choice for choice in choices if said.startswith(choice)]  # "cosine_with_min_lr" is a cosine
+        near = begun or difflib.get_close_matches(said, choices, n=1, cutoff=0.6)
         raise UserError(
             f"{place}: {value!r} is not one of {', '.join(choices)}" + (f"; did you mean {near[0]!r}?" if near else "")
         )

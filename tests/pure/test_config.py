@@ -87,6 +87,7 @@ BAD = {
     "number for truth": ({"use_rslora": 1}, "adapters[a].use_rslora: expected true or false"),
     "a set of choices": ({"optim": "adamw"}, "adapters[a].optim: 'adamw' is not one of adamw_torch, sgd; did you mean"),
     "unknown schedule": ({"lr_scheduler_type": "cosin"}, "did you mean 'cosine'?"),
+    "another schedule": ({"lr_scheduler_type": "cosine_with_min_lr"}, "did you mean 'cosine'?"),
     "r 0": ({"r": 0}, "adapters[a].r: 0 is outside 1"),
     "negative rate": ({"learning_rate": -1}, "adapters[a].learning_rate: -1.0 is outside 0.0"),
     "dropout 1": ({"lora_dropout": 1}, "adapters[a].lora_dropout: 1.0 is outside"),
