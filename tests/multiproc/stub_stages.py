@@ -46,7 +46,7 @@ from mlora.pipeline.transport.local import local_controls, local_transports
 from mlora.types import Microbatch, StepDecision
 
 STAGES = 4
-FORWARD_S, BACKWARD_S = 0.012, 0.024
+FORWARD_S, BACKWARD_S = 0.03, 0.06  # so long that what the host does between them is little on a slow machine too
 FACTOR = 2  # times S - s microbatches are in flight on stage s
 STEPS = (11, 12, 40, 21, 15, 14, 11, 9, 4)  # of each adapter; chosen so that the last ones end together
 ENDED_EARLY, AT_STEP = "a2", 5  # this adapter is ended by hand, with microbatches of its planned already

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.timed
 
 
 def test_processes_take_the_planned_time_and_are_never_empty(tmp_path):
-    check_all_passed(run("stub_stages:process", STAGES, str(tmp_path / "run"), deadline_s=90))
+    check_all_passed(run("stub_stages:process", STAGES, str(tmp_path / "run"), deadline_s=150))
     assert_no_flush(Run(*pickle.loads((tmp_path / "run").read_bytes())))
 
 
