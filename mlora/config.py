@@ -475,7 +475,8 @@ def _grid(entry: Mapping[str, Any], defaults: Mapping[str, Any], place: str, fau
         if key not in GRID:
             raise UserError(f"{place}.grid.{key}: a grid is over {', '.join(GRID)}")
         if not isinstance(values, list) or not values:
-            raise UserError(f"{place}.grid.{key}: expected a list of values, found {_kind(values)}")
+            found = "an empty one" if values == [] else _kind(values)
+            raise UserError(f"{place}.grid.{key}: expected a list of values, found {found}")
         if key in own:
             raise UserError(f"{place}.grid.{key}: {place}.{key} is given too; keep one of them")
     if not grid:

@@ -25,6 +25,8 @@ from mlora.models.spec import ModelSpec, linear_shapes
 from mlora.types import IGNORE, UserError
 
 _SHOWN = 1200  # characters of a sample; of a longer one the beginning and the end are shown
+_CONTROLS = [code for code in (*range(0x20), 0x7F, *range(0x80, 0xA0)) if chr(code) not in "\t\n"]
+_VISIBLE = {code: f"\\x{code:02x}" for code in _CONTROLS}  # a row's own would move the cursor of the terminal
 _BINS, _BAR = 8, 40
 _PROBE = "Aa éÅ ß ñ ж 中 あ 한 ע 🙂 ½ “”\t\n  x"
 
@@ -106,7 +108,7 @@ def _lines(adapter: AdapterRun, base: Base) -> Iterator[str]:
     for number, index in enumerate(sorted({0, len(data) // 2, len(data) - 1}), 1):
         title = f"sample {number}: {data.lengths[index]} tokens, {data.target_tokens[index]} of them trained"
         yield f"{title}; trained text stands in [[ ]]"
-        yield from (f"  | {line}" for line in _marked(data, index, tokenizer).split("\n"))
+        yield from (f"  | {line}" for line in _marked(data, index, tokenizer).translate(_VISIBLE).split("\n"))
 
 
 def _labelled(label: str, lines: Sequence[str]) -> Iterator[str]:

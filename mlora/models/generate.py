@@ -14,6 +14,7 @@ import torch.nn.functional as F
 
 from mlora.models.decoder import Decoder, LayerBanks
 from mlora.ops.attention import one_sequence
+from mlora.ops.cross_entropy import logits
 from mlora.ops.elementwise import Heads
 from mlora.ops.routing import Routing, route
 from mlora.types import Microbatch, padded
@@ -70,7 +71,7 @@ class CachedDecoder:
             return out_TD
         last = torch.tensor(news).cumsum(0) - 1
         rows = F.pad(last, (0, padded(len(last)) - len(last)))  # so that no row's product depends on how many there are
-        return (decoder.norm(out_TD[rows.to(decoder.device)]) @ decoder.head_VD.T)[: len(last)]
+        return logits(decoder.norm(out_TD[rows.to(decoder.device)]), decoder.head_VD)[: len(last)]
 
     def _positions(self, rows: int, owners: Sequence[int], news: Sequence[int]) -> torch.Tensor:
         """Each row's place in its sequence; 0 in the padding."""

@@ -13,6 +13,11 @@ from mlora.ops.devices import has_kernels, in_blocks, kernels
 CHUNK_ROWS = 512  # fixed: 512 · 128k bf16 logits are 131 MB
 
 
+def logits(hidden_CD: torch.Tensor, weight_VD: torch.Tensor) -> torch.Tensor:
+    """[C, V]. C must be a multiple of 16, so that no row's product depends on the others."""
+    return in_blocks(lambda rows_ND: F.linear(rows_ND, weight_VD), hidden_CD)
+
+
 def linear_cross_entropy(
     hidden_ND: torch.Tensor,
     weight_VD: torch.Tensor,
@@ -28,7 +33,7 @@ def linear_cross_entropy(
     losses, grads = [], []
     for start in range(0, hidden_ND.shape[0], CHUNK_ROWS):
         rows = slice(start, start + CHUNK_ROWS)
-        logits_CV = _logits(hidden_ND[rows], weight_VD)
+        logits_CV = logits(hidden_ND[rows], weight_VD)
         if has_kernels(logits_CV):
             losses.append(kernels("cross_entropy").cross_entropy(logits_CV, labels_N[rows], weights_N[rows], True))
             grads.append(logits_CV @ weight_VD)
@@ -50,14 +55,10 @@ def linear_cross_entropy_scores(
     losses, correct = [], []
     for start in range(0, hidden_ND.shape[0], CHUNK_ROWS):
         labels_C = labels_N[start : start + CHUNK_ROWS]
-        logits_CV = _logits(hidden_ND[start : start + CHUNK_ROWS], weight_VD)
+        logits_CV = logits(hidden_ND[start : start + CHUNK_ROWS], weight_VD)
         correct.append(logits_CV.argmax(-1) == labels_C)
         losses.append(_losses(logits_CV, labels_C))
     return torch.cat(losses), torch.cat(correct)
-
-
-def _logits(hidden_CD: torch.Tensor, weight_VD: torch.Tensor) -> torch.Tensor:
-    return in_blocks(lambda rows_ND: F.linear(rows_ND, weight_VD), hidden_CD)
 
 
 def _losses(logits_CV: torch.Tensor, labels_C: torch.Tensor) -> torch.Tensor:

@@ -17,7 +17,7 @@ import torch
 from mlora.adapters.optimizer import Optimizer
 from mlora.adapters.state import AdapterState
 from mlora.ops.batch_lora import LinearBank
-from mlora.ops.cross_entropy import CHUNK_ROWS, linear_cross_entropy, linear_cross_entropy_scores
+from mlora.ops.cross_entropy import CHUNK_ROWS, linear_cross_entropy, linear_cross_entropy_scores, logits
 from mlora.ops.devices import Fetched, sent
 from mlora.ops.exact import exact_sum
 from mlora.pipeline.graphs import MOST_ROWS, Graphs
@@ -163,7 +163,7 @@ class Stage:
     def evaluate(self, batch: Batch, x_TD: torch.Tensor | None = None) -> torch.Tensor:
         """Forward only, without dropout; on the last stage the logits [T, V], else the rows for the next stage."""
         out = self._infer(batch, x_TD)
-        return self.model.norm(out) @ self.model.head_VD.T if self.model.is_last else out
+        return logits(self.model.norm(out), self.model.head_VD) if self.model.is_last else out
 
     @torch.no_grad()
     def score(self, batch: Batch, x_TD: torch.Tensor | None = None) -> torch.Tensor:

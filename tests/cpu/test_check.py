@@ -91,6 +91,14 @@ def test_what_is_missing_here_is_a_warning(config, capsys):
     assert "warning: a run would not start here: output_dir: " in capsys.readouterr().out
 
 
+def test_control_characters_of_a_row_are_shown_and_do_nothing_to_the_terminal(config, capsys):
+    (config.parent / "text.jsonl").write_text(json.dumps({"text": "one \x1b[2J two\r\nthree"}))
+    assert main(["check", str(config), "--set", "adapters.few.dataset=text.jsonl"]) == 0
+    text = capsys.readouterr().out
+    assert "\x1b" not in text and "\r" not in text
+    assert r" \x1b[2J two\x0d" in text
+
+
 def test_the_first_token_of_a_text_which_nothing_predicts_is_not_marked(config, capsys):
     (config.parent / "text.jsonl").write_text(json.dumps({"text": "one two three"}))
     assert main(["check", str(config), "--set", "adapters.few.dataset=text.jsonl"]) == 0

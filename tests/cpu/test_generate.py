@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from mlora import cli
 from mlora.config import data_config
+from mlora.engine import generate as engine_generate
 from mlora.engine.generate import Answer, Sampling, generate, read_prompts, text_prompt
 from mlora.engine.use import Models
 from mlora.models.generate import CachedDecoder
@@ -198,3 +199,21 @@ def test_a_folder_without_adapters_is_named(tmp_path, capsys):
     assert f"{tmp_path}: there is no adapter" in capsys.readouterr().err
     assert cli.main(["generate", "--prompt", "x"]) == 2
     assert "give the folder of an adapter or of a run, or --base MODEL" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_logits_at_a_real_width_do_not_depend_on_how_many_sequences_there_are(tmp_path, monkeypatch, dtype):
+    model = save_tiny(tmp_path / "model", "tinyllama", hidden_size=960, num_hidden_layers=1)
+    original, found = engine_generate._choose, []
+
+    def choose(logits_V, sampling, sequence):
+        found.append((sequence.prompt, logits_V))
+        return original(logits_V, sampling, sequence)
+
+    monkeypatch.setattr(engine_generate, "_choose", choose)
+    prompts = [[40 + i, 41, 42] for i in range(40)]
+    for batch_size in (1, 40):
+        _answers([], prompts, Sampling(max_new_tokens=1), batch_size=batch_size, base=str(model), dtype=dtype)
+    alone, together = found[:40], found[40:]
+    assert [prompt for prompt, _ in alone] == [prompt for prompt, _ in together]
+    assert all(torch.equal(mine, theirs) for (_, mine), (_, theirs) in zip(alone, together, strict=True))

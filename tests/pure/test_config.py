@@ -290,7 +290,7 @@ def test_a_grid_under_defaults_holds_for_adapters_without_one():
         ({"grid": [8]}, "adapters[s].grid: expected lists of values such as {r: [8, 16]}, found a list"),
         ({"grid": {"seed": [1, 2]}}, "adapters[s].grid.seed: a grid is over r, learning_rate, lora_alpha"),
         ({"grid": {"r": 8}}, "adapters[s].grid.r: expected a list of values, found a number"),
-        ({"grid": {"r": []}}, "adapters[s].grid.r: expected a list of values"),
+        ({"grid": {"r": []}}, "adapters[s].grid.r: expected a list of values, found an empty one"),
         ({"grid": {"r": [8, "x"]}}, "adapters[s].grid.r: expected a whole number, found text 'x'"),
         ({"grid": {"r": [8]}, "r": 4}, "adapters[s].grid.r: adapters[s].r is given too; keep one of them"),
         ({"grid": {"r": [8, 8]}}, "two adapters are called 's-r8'"),
