@@ -24,7 +24,7 @@ demo: $(VENV)/ready ## train three adapters at once on SmolLM2-135M-Instruct and
 test test-all: export OMP_NUM_THREADS = 1
 
 test: lint ## everything that runs in minutes
-	$(BIN)/python -m pytest $(FAST) -m "not slow and not timed" -n auto --dist loadfile
+	$(BIN)/python -m pytest $(FAST) -m "not slow and not timed" -n auto --maxprocesses 8 --dist loadfile
 	$(BIN)/python -m pytest $(FAST) -m "not slow and timed"
 
 test-all: lint mutants ## every test, the slow ones too
